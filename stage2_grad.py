@@ -211,8 +211,8 @@ class Collectives:
     the order in which gradients happen to arrive.
     """
 
-    def __init__(self, cfg, meter):
-        self.rank, self.world_size, self.meter = dist.get_rank(), dist.get_world_size(), meter
+    def __init__(self, cfg, meter, group):
+        self.rank, self.world_size, self.group, self.meter = dist.get_rank(group), dist.get_world_size(group), group, meter
         # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; its all-gather takes twice the
         # time of broadcasts. NCCL's are right, and in a simulation of 1024 ranks 1024 broadcasts a layer would take long.
         self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
@@ -232,10 +232,10 @@ class Collectives:
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
-            work = reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, async_op=True)
+            work = reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
             return self.started("reduce_scatter", layer, full, [work], [full, shard], lambda: shard)
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, async_op=True)
+        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
 
         def average():
             total = torch.zeros(full.numel() // self.world_size, dtype=torch.float32, device=full.device)
@@ -250,10 +250,10 @@ class Collectives:
         if self.native:
             part = full.numel() // self.world_size
             slices = [full[self.rank * part : (self.rank + 1) * part]]
-            works = [all_gather_single(full, slices[0], async_op=True)]
+            works = [all_gather_single(full, slices[0], group=self.group, async_op=True)]
         else:  # each owner broadcasts its slice, as §5.3 words it
             slices = full.chunk(self.world_size)
-            works = [dist.broadcast(part, owner, async_op=True) for owner, part in enumerate(slices)]
+            works = [dist.broadcast(s, group=self.group, group_src=owner, async_op=True) for owner, s in enumerate(slices)]
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
     def started(self, name, layer, full, works, tensors, result):
@@ -280,7 +280,7 @@ class Collectives:
         """Sums a handful of numbers over the ranks, in place. Listed apart from the volume of the model."""
         self.count("scalars", scalars.numel(), scalars.element_size())
         start = self.meter.now()
-        dist.all_reduce(scalars)
+        dist.all_reduce(scalars, group=self.group)
         self.waits.append((start, self.meter.now()))
         return scalars
 
@@ -482,9 +482,10 @@ def named_states(layers, adam):
     for layer in layers:
         yield layer.flat, "parameters"
         yield layer.master, "optimizer"
-        yield adam.state[layer.master]["exp_avg"], "optimizer"
-        yield adam.state[layer.master]["exp_avg_sq"], "optimizer"
-        yield adam.state[layer.master]["step"], "buffers"
+    for state in adam.state.values():
+        yield state["exp_avg"], "optimizer"
+        yield state["exp_avg_sq"], "optimizer"
+        yield state["step"], "buffers"
 
 
 def full_master(layer, comm):
@@ -540,11 +541,12 @@ def train_step(layers, adam, batches, cfg, comm, meter):
 
     for tokens, y in batches:
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
-        inputs = [tokens]
+        x, inputs = tokens, [tokens]
         for layer in layers[:-1]:
             flat = layer.flat
             with meter.computing("forward", layer.name):
-                inputs.append(layer(flat, inputs[-1], y))
+                x = layer(flat, x, y)
+            inputs.append(x)
 
         # Backward, in reverse order: recompute a layer from its input, differentiate, forget.
         dx = [torch.full((), 1 / len(batches), device=meter.device)]  # the loss is the mean over the micro-batches
@@ -632,7 +634,7 @@ def checksum(layers, comm):
 def run(cfg, data, device, log):
     """Trains and reports. Rank 0 prints, and writes to `log` if that is an open file."""
     meter = Meter(device)
-    comm = Collectives(cfg, meter)
+    comm = Collectives(cfg, meter, dist.group.WORLD)
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
     compute = choose_compute(cfg, device)
     layers = make_layers(cfg, comm, device, compute)
