@@ -652,7 +652,7 @@ def run(cfg, data, device, log):
             log.write(json.dumps({"event": event, **fields}).encode() + b"\n")
 
     def say(line):
-        if comm.rank == 0:
+        if dist.get_rank() == 0:
             print(line, flush=True)
 
     psi, backend, compute = sum(layer.psi for layer in layers), dist.get_backend(), str(compute).removeprefix("torch.")
@@ -699,7 +699,7 @@ def run(cfg, data, device, log):
     mine = {"timeline": timeline, "peak": peak, "spans": meter.timed_spans()}
     if device.type == "cuda":  # the most that PyTorch's allocator handed out, and the most it took from the GPU for it
         mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    everyone = [mine] * (1 if simulated else N)
+    everyone = [mine] * (1 if simulated else dist.get_world_size())
     if len(everyone) > 1:
         dist.all_gather_object(everyone, mine)
     timed = timed[2:] or timed or [(0, 0)]  # the first steps of a run warm up

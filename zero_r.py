@@ -1,19 +1,17 @@
 """ZeRO-R: the residual states (§6), on top of stage 3, on data x tensor parallel ranks.
 
-Once the model states are partitioned, what is left is in the way: kept layer inputs, fused buffers, holes in the
-memory. `--mp M` makes every M neighbouring ranks one replica of the model, whose blocks are cut M ways as Megatron
-cuts them; ZeRO-DP works among the N_d = N/M ranks that hold the same part. Ψ is the number of parameters in a part.
+`--mp M` makes every M neighbouring ranks one replica, whose blocks are cut M ways as Megatron cuts them; ZeRO-DP works
+among the N ranks that hold the same part, of Ψ parameters. What the model states leave in the way is then removed:
 
-    P_a      --pa on   §6.1  all M ranks of a replica keep the same layer inputs: now each keeps 1/M of every one
-    P_a+cpu  --pa cpu  §6.1  and keeps it in host memory
-    C_B      --cb on   §6.2  fused buffers have a constant size (--buffer-elements), not one that grows with the model
-    M_D      --md on   §6.3  what lives long (kept inputs, gradients) is copied into two buffers allocated once
+    P_a  --pa on  §6.1  of a layer input that all M ranks of a replica keep, each keeps 1/M (--pa cpu: in host memory)
+    C_B  --cb on  §6.2  fused buffers have a constant size (--buffer-elements), not one that grows with the model
+    M_D  --md on  §6.3  what lives long (kept inputs, gradients) is copied into two buffers allocated once
 
-    --config   C1            C2       C3              C4       C5           full              none       (Table 3)
-               P_os C_B M_D  C1+P_a   P_os+g C_B M_D  C3+P_a   C3+P_a+cpu   P_os+g+p and all  P_os+g+p
+    --config  C1 P_os, C_B, M_D | C2 = C1 + P_a | C3 P_os+g, C_B, M_D | C4 = C3 + P_a | C5 = C3 + P_a+cpu   (Table 3)
+              full P_os+g+p, P_a+cpu, C_B, M_D | none P_os+g+p alone
 
     torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
-    python zero_r.py --simulate-ranks 400 --mp 16 --config C4 --layers 125 --width 8192 --heads 64 --context 1024 --batch 32
+    python zero_r.py --simulate-ranks 400 --mp 16 --config C4 --layers 125 --width 8192 --heads 64 --context 1024         --batch 32 --buffer-elements 67108864
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ def parse_args():
         parser.add_argument(*names, default=field.default, help=comments[field.name] + default, **kind)
     cfg = Config(**vars(parser.parse_args()))
 
-    for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "lr", "clip", "mp"):
+    for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "lr", "clip"):
         if not 0 < getattr(cfg, name) < math.inf:
             fail(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be positive")
     if cfg.steps < 2:
@@ -139,7 +137,7 @@ def parse_args():
         fail("--simulate-ranks is for one process: start it with python, without torchrun")
     ranks = cfg.simulate_ranks or int(os.environ.get("WORLD_SIZE", 1))
     for what, number in (("ranks", ranks), ("--heads", cfg.heads), ("--width", cfg.width)):
-        if number % cfg.mp:
+        if cfg.mp < 1 or number % cfg.mp:
             fail(f"--mp {cfg.mp} does not divide {what} {number}: each tensor-parallel rank takes an equal part")
     if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:
         fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, and 16 or more for each data-parallel rank")
@@ -275,8 +273,7 @@ class Collectives:
     """
 
     def __init__(self, cfg, meter, group):
-        self.rank, self.world_size, self.meter = dist.get_rank(group), dist.get_world_size(group), meter
-        self.group = group  # the ranks that hold the same part of the model, or the ranks of one replica
+        self.rank, self.world_size, self.group, self.meter = dist.get_rank(group), dist.get_world_size(group), group, meter
         # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; its all-gather takes twice the
         # time of broadcasts. NCCL's are right, and in a simulation of 1024 ranks 1024 broadcasts a layer would take long.
         self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
@@ -317,14 +314,18 @@ class Collectives:
             works = [all_gather_single(full, slices[0], group=self.group, async_op=True)]
         else:  # each owner broadcasts its slice, as §5.3 words it
             slices = full.chunk(self.world_size)
-            works = [
-                dist.broadcast(part, group_src=owner, group=self.group, async_op=True) for owner, part in enumerate(slices)
-            ]
+            works = [dist.broadcast(s, group=self.group, group_src=owner, async_op=True) for owner, s in enumerate(slices)]
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
-    def started(self, name, layer, full, works, tensors, result):
+    def all_reduce(self, x):
+        """Sums an activation over the ranks, in place. The next operation needs it, so nothing can hide it (§8)."""
+        flat = x.view(-1)
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return self.started("all_reduce", "", flat, [work], [flat], lambda: x, halves=2)()
+
+    def started(self, name, layer, full, works, tensors, result, halves=1):
         """Counts a collective over `full` and returns its wait(). Either half sends n(N-1)/N elements (§7.1)."""
-        self.count(name, full.numel() // self.world_size * (self.world_size - 1), full.element_size())
+        self.count(name, halves * (full.numel() // self.world_size) * (self.world_size - 1), full.element_size())
         start = self.meter.now()
 
         def wait():
@@ -349,16 +350,6 @@ class Collectives:
         dist.all_reduce(scalars, group=self.group)
         self.waits.append((start, self.meter.now()))
         return scalars
-
-    def all_reduce(self, x):
-        """Sums an activation over the ranks, in place. The next operation needs it, so nothing can hide it (§8)."""
-        self.count("all_reduce", 2 * x.numel() // self.world_size * (self.world_size - 1), x.element_size())
-        start, references = self.meter.now(), x._use_count()
-        dist.all_reduce(x, group=self.group)
-        self.meter.settle([x], references)
-        self.waits.append((start, self.meter.now()))
-        self.meter.span("all_reduce", "", start, self.meter.now())
-        return x
 
     def count(self, name, elements, element_size):
         entry = self.sent.setdefault(name, {"calls": 0, "elements": 0, "bytes": 0})
@@ -448,12 +439,12 @@ class Meter(TorchDispatchMode):
         if self.running:
             self.spans.append((what, layer, start, end))
 
-    def settle(self, tensors, references=1):
+    def settle(self, tensors):
         """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on, or
         the live bytes would differ from run to run."""
         deadline = time.perf_counter() + 1
         while self.running and dist.get_backend() == "gloo" and time.perf_counter() < deadline:
-            if all(tensor._use_count() <= references for tensor in tensors):
+            if all(tensor._use_count() == 1 for tensor in tensors):
                 break
             time.sleep(0)
 
@@ -487,12 +478,12 @@ class Meter(TorchDispatchMode):
                 most, peak = total, dict(live)
         return timeline, peak
 
-    def fragmentation(self, kept_only):
-        """§6.3: the trace placed in one address space, each storage in the first gap that holds it. How much more space
-        that takes than the peak of live bytes, as a fraction; of all device memory, or of what M_D is about alone."""
+    def heap(self, chosen):
+        """§6.3: replays the chosen storages in one address space, each placed in the first gap that holds it. Returns the
+        peak of their live bytes and the space it took: what is more is fragmentation."""
         gaps, placed, live, most, top = [(0, math.inf)], {}, 0, 0, 0
         for key, size in self.trace:
-            if isinstance(key, str) or size == 0 or self.category[key] == "host" or kept_only and key not in self.kept:
+            if isinstance(key, str) or size == 0 or key not in chosen:
                 continue
             live += size
             most = max(most, live)
@@ -508,7 +499,18 @@ class Meter(TorchDispatchMode):
                 if at and gaps[at - 1][1] == start:
                     at, start = at - 1, gaps.pop(at - 1)[0]
                 gaps.insert(at, (start, end))
-        return top / most - 1 if most else 0.0
+        return most, top
+
+    def residual(self):
+        """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a heap takes
+        over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
+        device = [number for number, category in enumerate(self.category) if category != "host"]
+        found = {"kept": self.heap({n for n in self.kept if self.category[n] == "activations"})[0]}
+        found["kept_host"] = self.heap({n for n in self.kept if self.category[n] == "host"})[0]
+        for name, chosen in (("fragmentation", set(device)), ("fragmentation_kept", self.kept.intersection(device))):
+            live, space = self.heap(chosen)
+            found[name] = space / live - 1
+        return found
 
     def timed_spans(self):
         return [
@@ -532,7 +534,7 @@ class Layer:
     answer to three questions: where does the flat vector live, where does its gradient go, who owns its fp32 copy.
     """
 
-    def __init__(self, name, module, cfg, comm, tensor, device, compute):
+    def __init__(self, name, module, cfg, comm, device, compute):
         self.name, self.module, self.compute = name, module, compute
         self.dtype = getattr(torch, cfg.dtype)
         self.shapes = {name: weight.shape for name, weight in module.named_parameters()}
@@ -548,14 +550,13 @@ class Layer:
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
-        full = self.initial_weights(cfg, tensor).to(device)
+        full = self.initial_weights(cfg, comm.replica).to(device)
         self.flat = full.to(self.dtype, copy=True) if cfg.partition != "os+g+p" else None  # P_os, P_os+g: never released
         self.shard = self.flat[self.own] if self.flat is not None else full[self.own].to(self.dtype, copy=True)
         self.master = full[self.own].clone()  # §5.1: its fp32 copy, what Adam updates (padded/N,): 4Ψ/N, with moments 12Ψ/N
         self.grad = None  # from backward to the end of the step
-        self.grad_slot = self.input_slot = None  # §6.3: where M_D keeps the gradient, and the layer's input
 
-    def initial_weights(self, cfg, tensor):
+    def initial_weights(self, cfg, replica):
         """GPT-2's initial weights (padded,) fp32, the same on every rank and device. The padding must be zero."""
         seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
         generator = torch.Generator().manual_seed(seed)
@@ -564,7 +565,7 @@ class Layer:
         for name in self.order:  # drawn whole and in the order of stage 3, and then cut: the same weights for every M
             shape = list(self.shapes[name])
             if name in CUT:
-                shape[CUT[name]] *= tensor.world_size
+                shape[CUT[name]] *= replica.world_size
             whole = torch.zeros(shape)
             if len(shape) == 2:  # a matrix; those that add to the residual stream are scaled down
                 std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith("proj.weight") else 0.02
@@ -573,7 +574,7 @@ class Layer:
                 whole.fill_(1)
             if name in CUT:  # q, k and v each give a rank its heads
                 parts = whole.chunk(3) if name.startswith("qkv") else [whole]
-                whole = torch.cat([part.chunk(tensor.world_size, CUT[name])[tensor.rank] for part in parts])
+                whole = torch.cat([part.chunk(replica.world_size, CUT[name])[replica.rank] for part in parts])
             pieces[name].copy_(whole.flatten())
         return full
 
@@ -590,34 +591,26 @@ class Layer:
         return out.to(self.dtype) if out.dim() else out
 
 
-def make_layers(cfg, comm, tensor, device, compute):
+def make_layers(cfg, comm, device, compute):
     """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
     with torch.device("meta"):
         modules = {"embedding": Embedding(cfg)}
-        modules |= {f"block {i}": Block(cfg, tensor) for i in range(cfg.layers)}
+        modules |= {f"block {i}": Block(cfg, comm.replica) for i in range(cfg.layers)}
         modules |= {"head": Head(cfg)}
-    return [Layer(name, module, cfg, comm, tensor, device, compute) for name, module in modules.items()]
+    return [Layer(name, module, cfg, comm, device, compute) for name, module in modules.items()]
 
 
-def make_optimizers(layers, cfg):
-    """[(Adam, [(layer, start, piece of its master copy), ...]), ...]: an Adam for what is updated in one go.
-
-    §6.2, C_B: that is one piece of constant size, so the fp32 gradients of a step never take more than such a piece.
-    Without it, it is the whole model.
-    """
+def master_pieces(layers, cfg):
+    """[[(layer, start, piece of its master copy), ...], ...]: what Adam updates, in groups that it updates in one go.
+    §6.2, C_B: a group is a piece of constant size, and so is its fp32 gradient. Otherwise it is the whole model."""
     size = cfg.buffer_elements if cfg.cb == "on" else sys.maxsize
     pieces = [(layer, i * size, piece) for layer in layers for i, piece in enumerate(layer.master.split(size))]
-    groups = [[piece] for piece in pieces] if cfg.cb == "on" else [pieces]
-    return [(torch.optim.Adam([piece for _, _, piece in group], lr=cfg.lr, fused=True), group) for group in groups]
+    return [[piece] for piece in pieces] if cfg.cb == "on" else [pieces]
 
 
-def allocate_once(layers, cfg, tensor, device):
-    """§6.3, M_D: two contiguous buffers for all that lives long, handed to the layers in slots. Returns them with
-    their categories, for the meter.
-
-    What comes and goes between long-lived tensors leaves holes between them that nothing larger fits into. In a place
-    of their own they leave none.
-    """
+def allocate_once(layers, cfg, comm, device):
+    """§6.3, M_D: two contiguous buffers for what lives long, handed to the layers in slots; returned for the meter. What
+    comes and goes between long-lived tensors leaves holes that nothing larger fits into; apart from it, they leave none."""
     if cfg.md == "off":
         return []
     grad_dtype = layers[0].dtype if cfg.micro_batches == 1 else torch.float32
@@ -625,7 +618,7 @@ def allocate_once(layers, cfg, tensor, device):
     grads = torch.empty(sum(sizes), dtype=grad_dtype, device=device)
     for layer, slot in zip(layers, grads.split(sizes)):
         layer.grad_slot = slot
-    part = cfg.batch * cfg.context * cfg.width // (tensor.world_size if cfg.pa != "off" else 1)
+    part = cfg.batch * cfg.context * cfg.width // (comm.replica.world_size if cfg.pa != "off" else 1)
     inputs = empty_inputs(part * cfg.layers, layers[0].dtype, cfg, device)
     for layer, slot in zip(layers[1:-1], inputs.split(part)):
         layer.input_slot = slot
@@ -634,21 +627,19 @@ def allocate_once(layers, cfg, tensor, device):
 
 def empty_inputs(size, dtype, cfg, device):
     """Memory for kept layer inputs: on the device, or with P_a+cpu on the host, pinned if a GPU copies from there."""
-    if cfg.pa == "cpu":
-        return torch.empty(size, dtype=dtype, pin_memory=device.type == "cuda")
-    return torch.empty(size, dtype=dtype, device=device)
+    pinned = cfg.pa == "cpu" and device.type == "cuda"
+    return torch.empty(size, dtype=dtype, device="cpu" if cfg.pa == "cpu" else device, pin_memory=pinned)
 
 
-def named_states(layers, optimizers):
+def named_states(layers, adam):
     """(tensor, category) of all that lives from one step to the next."""
     for layer in layers:
         yield layer.shard, "parameters"  # §5.3
         yield layer.master, "optimizer"
-    for adam, group in optimizers:
-        for _, _, piece in group:
-            yield adam.state[piece]["exp_avg"], "optimizer"
-            yield adam.state[piece]["exp_avg_sq"], "optimizer"
-            yield adam.state[piece]["step"], "buffers"
+    for state in adam.state.values():
+        yield state["exp_avg"], "optimizer"
+        yield state["exp_avg_sq"], "optimizer"
+        yield state["step"], "buffers"
 
 
 def full_master(layer, comm):
@@ -662,28 +653,26 @@ def paper_states(psi, world_size, cfg):
     """Bytes of model states per rank: parameters + gradients + optimizer states."""
     width = 2 if cfg.dtype == "bfloat16" else 4
     grad_width = width if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
-    if cfg.partition != "os+g+p":
-        psi, sharded = width * psi, psi / world_size  # §5.1, §5.2: parameters are whole
-        return psi + grad_width * (psi / width if cfg.partition == "os" else sharded) + 12 * sharded
-    return (width * psi + grad_width * psi + 12 * psi) / world_size  # §5.3: 2Ψ/N + 2Ψ/N + KΨ/N, K = 12
+    part = psi / world_size  # §5.1: 12Ψ/N; §5.2: + 2Ψ/N; §5.3: + 2Ψ/N
+    return 12 * part + grad_width * (psi if cfg.partition == "os" else part) + width * (part if cfg.partition == "os+g+p" else psi)
 
 
 def paper_volume(layers, world_size, cfg):
     """Elements that a rank sends in a step, and the formula in words."""
     psi = sum(layer.psi for layer in layers)
-    m = cfg.micro_batches
-    if cfg.partition != "os+g+p":  # §7.2.1: an all-gather Ψ, and a reduce-scatter Ψ once or for each micro-batch
-        m, words = (1, "2Ψ(N-1)/N") if cfg.partition == "os" else (m, "(m+1)Ψ(N-1)/N")
-        return (m + 1) * psi * (world_size - 1) / world_size, words
-    # §7.2.2: all-gather Ψ in forward, all-gather Ψ and reduce-scatter Ψ in backward
+    m = cfg.micro_batches  # §7.2.2: all-gather Ψ in forward, all-gather Ψ and reduce-scatter Ψ in backward
+    if cfg.partition == "os":  # §7.2.1: reduce-scatter Ψ + all-gather Ψ
+        return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"
+    if cfg.partition == "os+g":  # §7.2.1: the same, with a reduce-scatter for each micro-batch
+        return (m + 1) * psi * (world_size - 1) / world_size, "(m+1)Ψ(N-1)/N"
     elements = m * (3 * psi - layers[-1].psi) * (world_size - 1) / world_size  # the head is gathered once for both
     return elements, "m(3Ψ-Ψhead)(N-1)/N"
 
 
-def paper_tensor_volume(world_size, cfg):
+def paper_tensor_volume(cfg):
     """§8: elements that a rank sends in a step within its replica. A block all-reduces B x T x C twice in forward,
     recomputation and backward each, which is 12 times B x T x C; P_a gathers its input once: 1/12 more."""
-    per_block = cfg.batch * cfg.context * cfg.width * (world_size - 1) // world_size
+    per_block = cfg.batch * cfg.context * cfg.width * (cfg.mp - 1) // cfg.mp
     return cfg.micro_batches * cfg.layers * per_block * (12 + (cfg.pa != "off"))
 
 
@@ -699,7 +688,7 @@ def sum_of_squares(vectors, cfg):
 
 
 @torch.no_grad()
-def train_step(layers, optimizers, batches, cfg, comm, tensor, meter):
+def train_step(layers, adam, batches, cfg, comm, meter, groups):
     """One step: forward and backward of every micro-batch, the reduction of the gradients, Adam.
 
     batches: list of (x, y). Returns the loss, the mean over ranks and micro-batches, and the global norm of the
@@ -741,14 +730,16 @@ def train_step(layers, optimizers, batches, cfg, comm, tensor, meter):
         """Keeps a layer's input (B, T, C) until its backward. Returns the function that brings it back.
 
         §6.1, P_a: of the input, which all ranks of the replica have, a rank keeps its slice, and they gather it again.
-        §6.3, M_D: into the layer's slot in the contiguous buffer.
+        §6.3, M_D: into the layer's slot in the contiguous buffer. The tokens are small and the head's input is needed
+        again at once: they stay as they are.
         """
-        M = tensor.world_size if cfg.pa != "off" else 1
-        if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
-            meter.keep(x, "activations")
+        M = comm.replica.world_size if cfg.pa != "off" else 1
+        if layer in (layers[0], layers[-1]):
             return lambda: x
+        if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
+            return lambda x=meter.keep(x, "activations"): x
         shape, part = x.shape, x.numel() // M
-        own = slice(tensor.rank % M * part, (tensor.rank % M + 1) * part)
+        own = slice(comm.replica.rank % M * part, (comm.replica.rank % M + 1) * part)
         kept = layer.input_slot if cfg.md == "on" else empty_inputs(part, x.dtype, cfg, x.device)
         meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
         kept.copy_(x.flatten()[own], non_blocking=True)
@@ -758,7 +749,7 @@ def train_step(layers, optimizers, batches, cfg, comm, tensor, meter):
                 return kept.view(shape)
             full = meter.name(torch.empty(part * M, dtype=dtype, device=meter.device), "activations")
             full[own].copy_(kept, non_blocking=True)
-            return (tensor.all_gather(full, layer.name)() if M > 1 else full).view(shape)
+            return (comm.replica.all_gather(full, layer.name)() if M > 1 else full).view(shape)
 
         return bring_back
 
@@ -772,22 +763,20 @@ def train_step(layers, optimizers, batches, cfg, comm, tensor, meter):
 
     for micro, (tokens, y) in enumerate(batches):
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
-        x, inputs = tokens, [lambda: tokens]
+        x, inputs = tokens, [keep(tokens, layers[0])]
         ahead = gather(layers[0])
         for layer, following in zip(layers, layers[1:]):
             flat = ahead()
             ahead = gather(following)  # §5.3: it travels while this layer computes
             with meter.computing("forward", layer.name):
                 x = layer(flat, x, y)
-            inputs.append(keep(x, following) if following is not layers[-1] else lambda: head_input)
+            inputs.append(keep(x, following))
             del flat  # §5.3: released; at most two layers' parameters are ever whole
-        head_input = x  # needed again at once, so neither cut nor moved
 
         # Backward, in reverse order: recompute a layer from its input, differentiate, forget.
         dx = [torch.full((), 1 / len(batches), device=meter.device)]  # the loss is the mean over the micro-batches
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
             flat, x = ahead(), inputs.pop()()  # §6.1: whole again, one at a time
-            head_input = None
             ahead = gather(following) if following else None  # §5.3: the same in reverse
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
@@ -825,16 +814,15 @@ def train_step(layers, optimizers, batches, cfg, comm, tensor, meter):
     replicated = [own_grad(layer)[max(0, layer.cut - layer.own.start) :] for layer in layers]
     sums = torch.stack([loss, sum_of_squares(cut, cfg), sum_of_squares(replicated, cfg)])
     loss, cut, replicated = comm.all_reduce_scalars(sums)  # §5.1: a rank knows the average of its slice
-    norm = (tensor.all_reduce_scalars(cut.clone()) + replicated).sqrt().float()
+    norm = (comm.replica.all_reduce_scalars(cut.clone()) + replicated).sqrt().float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
-    grad_scale = (norm / cfg.clip).clamp(min=1)
-    found_inf = (~norm.isfinite()).float()
+    adam.grad_scale = (norm / cfg.clip).clamp(min=1)
+    adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of;
-    # with C_B (§6.2) a group is one piece of constant size.
-    for adam, group in optimizers:
-        adam.grad_scale, adam.found_inf = grad_scale, found_inf
+    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
+    # §6.2: with C_B a group is one piece of constant size.
+    for group in groups:
         for layer, start, piece in group:
             piece.grad = own_grad(layer)[start : start + piece.numel()].float()
         adam.step()
@@ -892,13 +880,13 @@ def checksum(layers, comm):
 def run(cfg, data, device, log, mesh):
     """Trains and reports. Rank 0 prints, and writes to `log` if that is an open file."""
     meter = Meter(device)
-    comm = Collectives(cfg, meter, mesh["data"].get_group())  # ZeRO-DP
-    tensor = Collectives(cfg, meter, mesh["tensor"].get_group())  # within the replica
+    comm = Collectives(cfg, meter, mesh["data"].get_group())  # ranks with the same part of the model: ZeRO-DP
+    comm.replica = Collectives(cfg, meter, mesh["tensor"].get_group())  # ranks of one replica: tensor parallelism
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
     compute = choose_compute(cfg, device)
-    layers = make_layers(cfg, comm, tensor, device, compute)
-    optimizers = make_optimizers(layers, cfg)
-    stores = allocate_once(layers, cfg, tensor, device)
+    layers = make_layers(cfg, comm, device, compute)
+    groups, stores = master_pieces(layers, cfg), allocate_once(layers, cfg, comm, device)
+    adam = torch.optim.Adam([piece for group in groups for _, _, piece in group], lr=cfg.lr, fused=True)
 
     def record(event, **fields):
         if log:  # unbuffered, one write a line: a run that is killed leaves whole lines
@@ -911,32 +899,31 @@ def run(cfg, data, device, log, mesh):
     psi, backend, compute = sum(layer.psi for layer in layers), dist.get_backend(), str(compute).removeprefix("torch.")
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend, "compute": compute})
     say(
-        f"{N} x {tensor.world_size} {'simulated ' if simulated else ''}ranks (data x tensor parallel) on {device.type} "
+        f"{N} x {cfg.mp} {'simulated ' if simulated else ''}ranks (data x tensor parallel) on {device.type} "
         f"({'no network' if backend == 'fake' else backend}). Ψ = {psi:,} parameters a rank in {len(layers)} layers, "
         f"stored in {cfg.dtype}, arithmetic in {compute}.\nGlobal batch: {N} ranks x {cfg.micro_batches} micro-batches "
         f"x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of {cfg.context} tokens.\n"
         f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}, C_B {cfg.cb}, M_D {cfg.md}."
     )
     if cfg.pa != "off" and cfg.mp == 1:
-        say("P_a has nothing to partition at --mp 1: a replica is one rank, which keeps whole layer inputs.")
+        say("P_a has nothing to partition at --mp 1: every rank is a replica and keeps whole layer inputs.")
     if cfg.log and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
     skipped, timed = 0, []  # timed: (ms, ms of it spent waiting for communication) of each step without the meter
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
-        for adam, _ in optimizers:
-            adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
+        adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
         comm.start_step()
-        tensor.start_step()
+        comm.replica.start_step()
         metered = step == cfg.steps - 1
         if metered:
-            meter.start([*named_states(layers, optimizers), *((part, "activations") for xy in batches for part in xy)])
+            meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
             for store, category in stores:
                 meter.keep(store, category)
         start = time.perf_counter()
         with meter if metered else contextlib.nullcontext():
-            loss, norm = train_step(layers, optimizers, batches, cfg, comm, tensor, meter)
+            loss, norm = train_step(layers, adam, batches, cfg, comm, meter, groups)
         meter.running = False
         if simulated:
             continue
@@ -947,7 +934,7 @@ def run(cfg, data, device, log, mesh):
         if metered:  # the meter slows this step down: its time says nothing
             ms, tokens_per_s, speed = None, None, "metered"
         else:
-            timed.append((ms, comm.waited_ms() + tensor.waited_ms()))
+            timed.append((ms, comm.waited_ms() + comm.replica.waited_ms()))
         fields = {"step": step, "loss": loss if math.isfinite(loss) else None, "norm": norm, "ms": ms, "tokens_per_s": tokens_per_s}
         skipped = 0 if math.isfinite(norm) else skipped + 1
         record("step", **fields | ({"norm": None, "skipped": True} if skipped else {}))
@@ -957,7 +944,7 @@ def run(cfg, data, device, log, mesh):
 
     timeline, peak = meter.replay()
     mine = {"timeline": timeline, "peak": peak, "spans": meter.timed_spans()}
-    mine["fragmentation"] = {"all": meter.fragmentation(False), "kept": meter.fragmentation(True)}
+    mine["residual"] = meter.residual()
     if device.type == "cuda":  # the most that PyTorch's allocator handed out, and the most it took from the GPU for it
         mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     everyone = [mine] * (1 if simulated else dist.get_world_size())
@@ -965,12 +952,12 @@ def run(cfg, data, device, log, mesh):
         dist.all_gather_object(everyone, mine)
     timed = timed[2:] or timed or [(0, 0)]  # the first steps of a run warm up
     step_ms, waited_ms = (sum(column) / len(timed) for column in zip(*timed))
-    report(everyone, layers, comm, tensor, cfg, step_ms, waited_ms, record, say)
+    report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say)
     if cfg.log and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
 
-def report(everyone, layers, comm, tensor, cfg, step_ms, waited_ms, record, say):
+def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
     """The tables at the end: memory of each rank and communication, beside the paper's formulas."""
     N, psi = comm.world_size, sum(layer.psi for layer in layers)
     unit, name = (1e6, "MB") if 16 * psi < 1e10 else (1e9, "GB")
@@ -980,7 +967,7 @@ def report(everyone, layers, comm, tensor, cfg, step_ms, waited_ms, record, say)
         before = {category: before[category] for category in CATEGORIES}
         before["states"] = before["parameters"] + before["gradients"] + before["optimizer"]
         before |= {"formula": paper_states(psi, N, cfg), "peak": sum(mine["peak"].values()) - mine["peak"]["host"]}
-        before["fragmentation"] = mine["fragmentation"]
+        before |= mine["residual"]
         allocator = {key: mine[key] for key in ("allocated", "reserved") if key in mine}
         record("memory", rank=rank, **before, at_peak=mine["peak"], **allocator)
         for event in ("timeline", "span"):
@@ -995,22 +982,23 @@ def report(everyone, layers, comm, tensor, cfg, step_ms, waited_ms, record, say)
         for row in rows:
             say(f"{row[0]:4}" + "".join(f"{row[which][column] / unit:13,.2f}" for column in columns))
 
-    for rank, mine in enumerate(everyone):
-        say(f"Rank {rank}: fragmentation {mine['fragmentation']['all']:.1%} of all, {mine['fragmentation']['kept']:.1%} of inputs and gradients")
+    kept = everyone[0]["residual"]
+    say("Rank 0 keeps layer inputs of {kept:,} bytes on the device and {kept_host:,} on the host; fragmentation is".format(**kept))
+    say("{fragmentation:.1%} of all device memory, {fragmentation_kept:.1%} of kept inputs and gradients.".format(**kept))
     model = [sent for what, sent in comm.sent.items() if what != "scalars"]
     total = {key: sum(sent[key] for sent in model) for key in ("calls", "elements", "bytes")}
     expected, words = paper_volume(layers, N, cfg)
-    within = {key: sum(sent[key] for what, sent in tensor.sent.items() if what != "scalars") for key in total}
-    within_expected = paper_tensor_volume(tensor.world_size, cfg)
+    within = {key: sum(sent[key] for what, sent in comm.replica.sent.items() if what != "scalars") for key in total}
+    within_expected = paper_tensor_volume(cfg)
     record(
         "communication", psi=psi, elements=total["elements"], bytes=total["bytes"], collectives=comm.sent,
-        formula=expected, waited_ms=waited_ms, tensor=within | {"collectives": tensor.sent, "formula": within_expected},
+        formula=expected, waited_ms=waited_ms, tensor=within | {"collectives": comm.replica.sent, "formula": within_expected},
     )  # fmt: skip
     say(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
     for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
         say(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
     say(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
-    for what, sent in [*tensor.sent.items(), ("within the replica", within)]:
+    for what, sent in [*comm.replica.sent.items(), ("within the replica", within)]:
         say(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}")
     say(f"{'paper: 12 BTC, P_a 13 BTC a block':35}{within_expected:20,}")
     if step_ms:
