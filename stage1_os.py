@@ -513,7 +513,7 @@ def sum_of_squares(vectors):
     and every stage gets the same norm to the last bit. In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        for piece in vector.chunk(16):
+        for piece in vector.chunk(4):
             total += piece.double().square_().sum()
     return total
 

@@ -682,7 +682,7 @@ def sum_of_squares(vectors, cfg):
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
         # §6.2, C_B: half the elements at twice the bytes.
-        for piece in vector.split(cfg.buffer_elements // 2) if cfg.cb == "on" else vector.chunk(16):
+        for piece in vector.split(cfg.buffer_elements // 2) if cfg.cb == "on" else vector.chunk(4):
             total += piece.double().square_().sum()
     return total
 
