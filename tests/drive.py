@@ -1,0 +1,177 @@
+"""Runs a stage file with something watched or spoiled: drive.py WHAT STAGE [options of the stage].
+
+WHAT is a function of this file. It replaces names in the stage's module; every rank prints what it found, one JSON
+object a line.
+"""
+
+import collections
+import hashlib
+import importlib
+import json
+import os
+import pathlib
+import socket
+import sys
+
+import torch
+
+rank = int(os.environ.get("RANK", 0))
+
+
+def tell(**found):
+    print("found", json.dumps({"rank": rank, **found}), flush=True)
+
+
+def trace(stage):
+    """The most bytes of each category at any time of the metered step, and the most gathered vectors at a time."""
+
+    class Meter(stage.Meter):
+        def start(self, named):
+            super().start(named)
+            self.residents = len(self.category)
+
+        def replay(self):
+            live, most, gathered = collections.Counter(), collections.Counter(), set()
+            for key, value in self.trace:
+                if isinstance(key, str):
+                    continue
+                live[self.category[key]] += value
+                if self.category[key] == "parameters" and key >= self.residents:
+                    gathered ^= {key}  # born, died
+                live["gathered"] = len(gathered)
+                most |= live  # the maximum of each
+            tell(most=most)
+            return super().replay()
+
+    stage.Meter = Meter
+
+
+def profile(stage):
+    """The most bytes that PyTorch's allocator had given out in the last step, by its profiler. That watches from the
+    start, since it misses the end of what it hasn't seen begin, and what gloo's thread is the last to let go of."""
+    main, train_step = stage.main, stage.train_step
+
+    class Meter(stage.Meter):
+        def settle(self, tensors):
+            running, self.running = self.running, True  # otherwise it waits for gloo's thread in the last step only
+            super().settle(tensors)
+            self.running = running
+
+    def named_step(*args):
+        with torch.profiler.record_function("step"):
+            return train_step(*args)
+
+    def profiled_main():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            main()
+        live = peak = 0
+        events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        last = [event for event in events if event.name() == "step"][-1]
+        for event in events:
+            if event.name() == "[memory]" and event.start_ns() < last.end_ns():
+                live += event.nbytes()
+                peak = max(peak, live) if event.start_ns() > last.start_ns() else live
+        tell(peak=peak)
+
+    stage.Meter, stage.main, stage.train_step = Meter, profiled_main, named_step
+
+
+def wire(stage):
+    """The bytes that the kernel sent for this process in each step (Linux)."""
+    train_step = stage.train_step
+
+    def counted_step(*args):
+        stage.dist.barrier()
+        before = bytes_sent()
+        result = train_step(*args)
+        stage.dist.barrier()
+        tell(sent=bytes_sent() - before)
+        return result
+
+    stage.train_step = counted_step
+
+
+def bytes_sent():
+    """Sum over the sockets of this process of `tcpi_bytes_sent`, bytes 200 to 208 of struct tcp_info."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+                total += int.from_bytes(info[200:208], sys.byteorder)
+        except OSError:
+            pass  # not a TCP socket, or the listing's own descriptor
+    return total
+
+
+def weights(stage):
+    """At the start and the end: hashes of this rank's whole parameters and masters, and the largest number in the padding."""
+    make_layers, report = stage.make_layers, stage.report
+
+    def look(layers, comm):
+        masters = [stage.full_master(layer, comm) for layer in layers]
+        flats = [layer.flat for layer in layers if hasattr(layer, "flat")]
+        padding = [full[layer.psi :] for full, layer in zip(masters + flats, 2 * layers)]
+        tell(
+            hashes=[hashlib.sha256(full.detach().float().numpy().tobytes()).hexdigest() for full in masters + flats],
+            sizes=[len(part) for part in padding],
+            padding=max(part.abs().max().item() for part in padding if len(part)),
+        )
+
+    def watched_make_layers(cfg, comm, device, compute):
+        layers = make_layers(cfg, comm, device, compute)
+        look(layers, comm)
+        return layers
+
+    def watched_report(everyone, layers, comm, *rest):
+        look(layers, comm)
+        report(everyone, layers, comm, *rest)
+
+    stage.make_layers, stage.report = watched_make_layers, watched_report
+
+
+class Spoil(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * torch.inf
+
+
+def spoil(stage):
+    """In the steps listed in $SPOILED the last rank's gradient of one layer is infinite; the loss stays finite."""
+    train_step, spoiled, steps = stage.train_step, set(map(int, os.environ["SPOILED"].split())), 0
+
+    class Layer(stage.Layer):
+        def __call__(self, flat, x, y):
+            last = rank == int(os.environ.get("WORLD_SIZE", 1)) - 1
+            return super().__call__(Spoil.apply(flat) if last and self.name == "block 1" and steps in spoiled else flat, x, y)
+
+    def watched_step(layers, adam, *rest):
+        nonlocal steps
+        before = state(layers, adam)
+        result = train_step(layers, adam, *rest)
+        tell(step=steps, changed=state(layers, adam) != before)
+        steps += 1
+        return result
+
+    def state(layers, adam):
+        """A hash of all that a step may change."""
+        moments = [tensor for layer in layers for tensor in adam.state[layer.master].values()]
+        kept = [tensor for layer in layers for name in ("flat", "shard", "master") if (tensor := getattr(layer, name, None)) is not None]
+        return hashlib.sha256(b"".join(tensor.detach().float().numpy().tobytes() for tensor in kept + moments)).digest()
+
+    stage.Layer, stage.train_step = Layer, watched_step
+
+
+if __name__ == "__main__":
+    what, path = sys.argv[1], pathlib.Path(__file__).parent.parent / sys.argv[2]
+    sys.path.insert(0, str(path.parent))
+    sys.argv[:3] = [str(path)]
+    module = importlib.import_module(path.stem)
+    globals()[what](module)
+    module.main()

@@ -1,0 +1,57 @@
+"""The same training as the stage files do, by PyTorch's own means: autograd on the whole model, DistributedDataParallel,
+clip_grad_norm_, Adam. It borrows the data, the modules and the initial weights from stage 0, and the command line."""
+
+import gc
+import json
+import pathlib
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+import stage0_ddp as stage  # noqa: E402
+
+
+class Model(torch.nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([stage.Embedding(cfg), *(stage.Block(cfg) for _ in range(cfg.layers)), stage.Head(cfg)])
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = layer(x, y)
+        return x
+
+
+def main():
+    cfg, device = stage.parse_args(), torch.device("cpu")
+    dist.init_process_group("gloo")
+    comm = types.SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
+    model = Model(cfg)
+    with torch.no_grad():
+        for module, layer in zip(model.layers, stage.make_layers(cfg, comm, device, torch.float32)):
+            for weight, piece in zip(module.parameters(), layer.master.split(layer.sizes)):
+                weight.copy_(piece.view(weight.shape))
+    data, model = stage.load_data(cfg), torch.nn.parallel.DistributedDataParallel(model)
+    adam = torch.optim.Adam(model.parameters())
+    with open(cfg.log, "w") if comm.rank == 0 else open("/dev/null", "w") as log:
+        for step in range(cfg.steps):
+            adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / cfg.warmup)
+            adam.zero_grad()
+            ((x, y),) = stage.load_batches(data, step, cfg, comm, device)
+            loss = model(x, y)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+            adam.step()
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            print(json.dumps({"event": "step", "loss": loss.item() / comm.world_size, "norm": norm.item()}), file=log)
+    del model  # DDP must not be the last to let go of the group: it would wait for gloo's thread, and that for the GIL
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+from launch import STAGES, losses, torchrun
+
+
+def default_run(cache=[]):
+    """The README's first command, through the real torchrun."""
+    if not cache:
+        cache.append(torchrun(STAGES[1], timeout=200))
+    return cache[0]
+
+
+def test_it_learns():
+    values = losses(default_run())
+    assert len(values) == 50
+    assert 5.4 < values[0] < 5.8  # ln 256 = 5.55 knows nothing
+    assert sum(values[-10:]) / 10 < 3.0
+
+
+def test_no_warnings():
+    """But torchrun's own word about OMP_NUM_THREADS."""
+    assert default_run().status == 0
+    lines = [line for line in default_run().err.splitlines() if "torch/distributed/run.py:" not in line]
+    assert not lines
