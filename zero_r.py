@@ -1014,7 +1014,8 @@ def main():
         except OSError as error:
             fail(f"--log {cfg.log}: {error.strerror}")
     if "RANK" in os.environ:  # started by torchrun. When a rank is gone, the others wait a minute, not the default ten
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
+        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
     else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
         dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
     mesh = init_device_mesh(device.type, (dist.get_world_size() // cfg.mp, cfg.mp), mesh_dim_names=("data", "tensor"))

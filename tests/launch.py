@@ -23,9 +23,10 @@ TINY = tuple(
     "--layers 2 --width 35 --heads 5 --vocab 257 --context 16 --batch 2 --steps 6 --compute float32".split()
 )  # fmt: skip
 
-# One thread: the stage files set theirs, and numpy's library would start its own before the fork.
+# One thread: the stage files set theirs, and numpy's library would start its own before the fork. Passive: on a busy machine
+# threads that wait by spinning take all the time.
 zygote = subprocess.Popen(
-    [sys.executable, ROOT / "tests/zygote.py"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    [sys.executable, ROOT / "tests/zygote.py"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
 )  # fmt: skip
 atexit.register(lambda: (zygote.stdin.close(), zygote.wait()))
