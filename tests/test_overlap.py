@@ -20,7 +20,7 @@ def test_more_than_half_is_hidden(script):
                 _, waited_on, _ = overlap.time_run(namespace, script, 2, "on")
         except overlap.Unavailable as reason:
             pytest.skip(f"no network namespace with a slow loopback here: {reason}")
-        assert waited_off > 0.8 * 8e-3 * sent / mbit  # ms: the link is as slow as it should be
+        assert waited_off > 0.7 * 8e-3 * sent / mbit  # ms: the link is as slow as it should be
         shares.append(overlap.hidden(waited_off, waited_on))
         if shares[-1] > 0.5:
             return

@@ -1,0 +1,584 @@
+"""What the four notebooks share: run a script and read its records, draw them, check an answer.
+
+Nothing here computes a loss or counts a byte. The numbers come from the scripts in the folder above: run() starts one with
+torchrun, simulate() runs its main() in this process as rank 0 of any number of ranks, on tensors without memory.
+"""
+
+import bisect
+import contextlib
+import difflib
+import importlib.util
+import io
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import matplotlib.pyplot as plt
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SMALL = os.environ.get("ZERO_SMALL", "") not in ("", "0")  # tiny sizes: the tests of this project run the notebooks so
+STAGES = ("stage0_ddp.py", "stage1_os.py", "stage2_grad.py", "stage3_param.py")
+NAMES = {"stage0_ddp.py": "DP", "stage1_os.py": "P_os", "stage2_grad.py": "P_os+g", "stage3_param.py": "P_os+g+p"}
+
+# One colour per category in all notebooks. Safe for colour-blind readers, and each of its own lightness, so that the
+# order dark to light survives a print in black and white.
+COLORS = {
+    "optimizer": "#332288",
+    "parameters": "#0065A0",
+    "gradients": "#D55E00",
+    "activations": "#56B4E9",
+    "buffers": "#F0E442",
+    "host": "#9A9A9A",
+}
+# What a rank does, and what travels meanwhile: (colour, hatch).
+SPANS = {
+    "forward": ("#BBBBBB", ""),
+    "backward": ("#555555", ""),
+    "all_gather": ("#009E73", ""),
+    "reduce_scatter": ("#CC79A7", "///"),
+    "all_reduce": ("#000000", ""),
+}
+GRAY = "#777777"
+
+plt.rcParams |= {
+    "figure.dpi": 90, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "hatch.linewidth": 0.6,
+    "axes.axisbelow": True, "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+# ---- Running the scripts ---------------------------------------------------------------------------------------
+
+
+class Run:
+    """The records of one run: `of(event)` gives all of a kind, `one(event)` the first."""
+
+    def __init__(self, command, records, out=""):
+        self.command, self.records, self.out = command, records, out
+        self.config = self.one("config")
+        self.psi, self.ranks = self.config["psi"], self.config["world_size"]
+
+    def of(self, event, rank=None):
+        return [r for r in self.records if r["event"] == event and rank in (None, r.get("rank"))]
+
+    def one(self, event, rank=None):
+        return self.of(event, rank)[0]
+
+    @property
+    def losses(self):
+        return [record["loss"] for record in self.of("step")]
+
+    @property
+    def weights(self):
+        """sha256 of all fp32 weights after the last step."""
+        return self.of("weights")[-1]["sha256"]
+
+    def tables(self):
+        """What the script printed after its last step."""
+        return self.out[self.out.find("\nMemory of each rank") :].strip("\n")
+
+
+def size(normal, small):
+    """The value for this session: `small` with ZERO_SMALL=1, else `normal`."""
+    return small if SMALL else normal
+
+
+def flags(options):
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(script, ranks=2, quiet=False, **options):
+    """Starts a script of this project (or the path of a copy) with torchrun on this machine's CPU, and waits for it."""
+    command = f"torchrun --standalone --nproc-per-node {ranks} {pathlib.Path(script).name} {' '.join(flags(options))}"
+    if not quiet:
+        print("$ " + command)
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log.jsonl")
+        process = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), ROOT / script,
+             *flags({"device": "cpu"} | options), "--log-file", str(log)],
+            capture_output=True, text=True, cwd=ROOT,
+        )  # fmt: skip
+        if process.returncode:
+            lines = [line for line in process.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
+            raise RuntimeError(f"{command} ended with status {process.returncode}: {lines[0] if lines else process.stderr[-300:]}")
+        return Run(command, read(log), process.stdout)
+
+
+def load(script):
+    """A script of this project as a fresh module."""
+    spec = importlib.util.spec_from_file_location(pathlib.Path(script).stem, ROOT / script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def simulate(script, ranks=1, trace=False, **options):
+    """The same as `python SCRIPT --simulate-ranks RANKS ...`, without the seconds that a new process needs to import
+    torch. With `trace` the result has `.meter` too, the script's own meter with every allocation of the step."""
+    module, meters = load(script), []
+
+    class Kept(module.Meter):
+        def __init__(self, device):
+            super().__init__(device)
+            meters.append(self)
+
+        def replay(self):
+            self.step = list(self.trace)  # what dies when the script ends is no part of the step
+            return super().replay()
+
+    if trace:
+        module.Meter = Kept
+    arguments = [script, *flags({"simulate_ranks": ranks} | options)]
+    argv, out = sys.argv, io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log.jsonl")
+        try:
+            sys.argv = [*arguments, "--log-file", str(log)]
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                module.main()
+        except SystemExit:
+            raise RuntimeError(out.getvalue().strip()) from None
+        finally:
+            sys.argv = argv
+        result = Run("python " + " ".join(arguments), read(log), out.getvalue())
+    result.meter = meters[0] if trace else None
+    return result
+
+
+# ---- Text ------------------------------------------------------------------------------------------------------
+
+
+def show(text):
+    """Displays Markdown."""
+    from IPython.display import Markdown, display
+
+    display(Markdown(text))
+
+
+def table(head, rows):
+    """Displays a table; numbers stand to the right."""
+    align = ["---" if isinstance(cell, str) and not cell[:1].isdigit() else "---:" for cell in rows[0]]
+    lines = [head, align, *rows]
+    show("\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines))
+
+
+def number(value, unit=1e6, digits=2):
+    return f"{value / unit:,.{digits}f}"
+
+
+def show_diff(old, new, section="# ---- 7."):
+    """Displays the lines of the train step and the layer that differ between two files (their section 7)."""
+    texts = []
+    for name in (old, new):
+        lines = (ROOT / name).read_text().splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith(section))
+        end = next((i for i, line in enumerate(lines) if i > start and line.startswith("# ---- ")), len(lines))
+        texts.append(lines[start:end])
+    diff = list(difflib.unified_diff(*texts, f"a/{old}", f"b/{new}", n=2, lineterm=""))
+    changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
+    show("```diff\n" + "\n".join(diff) + "\n```")
+    print(f"{changed} lines added or removed in section 7, the layer and the train step")
+
+
+# ---- Exercises -------------------------------------------------------------------------------------------------
+
+
+def check(answer, expected, what="", tolerance=0.0, unit=""):
+    """Says at once whether an answer is right. An answer of None or ... is one not given yet."""
+    if answer is None or answer is ...:
+        print(f"{what}: not solved yet")
+        return False
+    if isinstance(expected, (int, float)) and not isinstance(expected, bool):
+        try:
+            right = math.isclose(float(answer), expected, rel_tol=tolerance, abs_tol=1e-9)
+        except (TypeError, ValueError):
+            right = False
+        shown = f"{answer:,}{unit}" if isinstance(answer, (int, float)) else repr(answer)
+    else:
+        right, shown = answer == expected, repr(answer)
+    print(f"{what}: {'right' if right else 'not yet'} ({shown})")
+    return right
+
+
+def predicted(prediction, measured, unit=""):
+    """Puts a prediction beside the measurement."""
+    if prediction is None or prediction is ...:
+        print(f"You wrote down no prediction. Measured: {measured:,}{unit}")
+    else:
+        print(f"You predicted {prediction}{unit}. Measured: {measured:,}{unit}")
+
+
+def check_function(function, cases, what="", tolerance=0.0):
+    """The same for a function: `cases` is a list of (arguments, expected)."""
+    for arguments, expected in cases:
+        try:
+            answer = function(*arguments)
+        except Exception as error:  # a student's mistake is an answer too
+            print(f"{what}: not yet ({type(error).__name__}: {error})")
+            return False
+        if answer is None or answer is ...:
+            print(f"{what}: not solved yet")
+            return False
+        if not math.isclose(answer, expected, rel_tol=tolerance):
+            shown = ", ".join(f"{a:,}" if isinstance(a, (int, float)) else repr(a) for a in arguments)
+            print(f"{what}: not yet. For ({shown}) it gives {answer:,}, measured is {expected:,}")
+            return False
+    print(f"{what}: right in {len(cases)} cases")
+    return True
+
+
+def rewrite(script, changes):
+    """The text of a script with (old, new) changes. Each old text must occur exactly once."""
+    text = (ROOT / script).read_text()
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"this occurs {text.count(old)} times in {script} and should occur once:\n{old}")
+        text = text.replace(old, new)
+    return text
+
+
+def check_stage(script, given, yours, goal, **options):
+    """Changes a copy of a stage file and compares a run of it with `goal`, a run of the next stage.
+
+    Asked for: the same losses and weights to the last bit, the same bytes of model states on every rank, the same
+    elements sent. `given` are the changes of the formulas and the bookkeeping, `yours` the exercise.
+    """
+    what = f"your copy of {script}"
+    if all(old == new for old, new in yours):
+        print(f"{what}: not solved yet")
+        return False
+    try:
+        text = rewrite(script, [*given, *yours])
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "my_copy.py")
+            path.write_text(text)
+            mine = run(path, ranks=goal.ranks, **options)
+    except (ValueError, RuntimeError) as error:
+        print(f"{what}: not yet. {error}")
+        return False
+    return compare(what, mine, goal)
+
+
+def compare(what, mine, goal):
+    categories = ("parameters", "gradients", "optimizer")
+    states = [[[r[c] for c in categories] for r in some.of("memory")] for some in (mine, goal)]
+    tests = [
+        ("losses equal to the last bit", mine.losses == goal.losses),
+        ("weights equal to the last bit", mine.weights == goal.weights),
+        ("bytes of parameters, gradients, optimizer", states[0] == states[1]),
+        ("elements sent", mine.one("communication")["elements"] == goal.one("communication")["elements"]),
+    ]
+    for name, good in tests:
+        print(f"  {'yes' if good else 'NO ':4}{name}")
+    if states[0] != states[1]:
+        for category, have, want in zip(categories, states[0][0], states[1][0]):
+            print(f"       {category}: {have:,} bytes, wanted {want:,}")
+    right = all(good for _, good in tests)
+    print(f"{what}: {'right' if right else 'not yet'}")
+    return right
+
+
+# ---- Pictures --------------------------------------------------------------------------------------------------
+
+
+def legend_right(ax, **more):
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, **more)
+
+
+def plot_moments(run, rank=0, unit=1e6, name="MB"):
+    """Stacked bytes per category at the moments that the script has marked in its last step, and the peak."""
+    moments, memory = run.of("timeline", rank), run.one("memory", rank)
+    fig, ax = plt.subplots(figsize=(10.5, 5.6))
+    floor = [0.0] * (len(moments) + 1)
+    for category, color in COLORS.items():
+        values = [m[category] / unit for m in moments if category in m]
+        if not values:
+            continue
+        values.append(memory["at_peak"][category] / unit)
+        ax.bar([*range(len(moments)), len(moments) + 0.8], values, 0.85, floor, color=color, label=category, edgecolor="white", lw=0.4)
+        floor = [a + b for a, b in zip(floor, values)]
+    ax.set_xticks([*range(len(moments)), len(moments) + 0.8], [m["label"] for m in moments] + ["THE PEAK"], rotation=90)
+    ax.set_ylabel(f"live memory in {name}")
+    ax.set_xlabel("moment of the step")
+    legend_right(ax)
+    return fig
+
+
+def replay(meter):
+    """The trace of a meter as rows (bytes per category), one for each birth or death, and the marks: (row, label)."""
+    live, rows, marks = dict.fromkeys(COLORS, 0), [], []
+    for key, value in meter.step:
+        if isinstance(key, str):
+            marks.append((len(rows), key))
+        else:
+            live[meter.category[key]] += value
+            rows.append(dict(live))
+    return rows, marks
+
+
+def plot_trace(run, unit=1e6, name="MB", zoom=None):
+    """Stacked bytes per category after every single allocation and release of the step."""
+    rows, marks = replay(run.meter)
+    alive_before = next(i for i, row in enumerate(rows) if i and row["optimizer"] == max(r["optimizer"] for r in rows))
+    fig, ax = plt.subplots(figsize=(10.5, 4.2))
+    x = range(len(rows))
+    shown = [c for c in COLORS if any(row[c] for row in rows) and c != "host"]
+    ax.stackplot(x, [[row[c] / unit for row in rows] for c in shown], colors=[COLORS[c] for c in shown], labels=shown, step="post")
+    ax.set_xlim(alive_before, len(rows))
+    top = max(sum(row[c] for c in shown) for row in rows) / unit
+    parts, labels = [alive_before, *(at for at, _ in marks)], [label for _, label in marks]
+    for start, end, label in zip(parts, parts[1:], labels):
+        ax.axvline(end, color="black", lw=0.4, alpha=0.5)
+        label = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}.get(label, label)
+        if end - start > (len(rows) - alive_before) / 45 or label == "fp32 gradients":
+            ax.text((start + end) / 2, top * 1.03, label, rotation=90, ha="center", va="bottom", fontsize=8)
+    ax.axhline(top, color="black", lw=1, ls=":")
+    ax.set_ylim(0, top * 1.02)
+    ax.set_ylabel(f"live memory in {name}")
+    ax.set_xlabel("allocations and releases of one step, in order (vertical lines: the script's marks)")
+    legend_right(ax)
+    return fig
+
+
+def plot_stages(runs, unit=1e6, name="MB", rank=None):
+    """Measured model states of each stage and rank as stacked bars, the paper's formula as a line over each."""
+    fig, ax = plt.subplots(figsize=(9, 4))
+    at, ticks, labels = 0, [], []
+    for title, run in runs.items():
+        start = at
+        for memory in run.of("memory"):
+            floor = 0
+            for category in ("optimizer", "parameters", "gradients"):
+                value = memory[category] / unit
+                ax.bar(at, value, 0.8, floor, color=COLORS[category], edgecolor="white", lw=0.5, label=category if at == 0 else None)
+                floor += value
+            line = memory["formula"] / unit
+            ax.plot([at - 0.47, at + 0.47], [line, line], color="black", lw=2, label="formula" if at == 0 else None)
+            ax.annotate(f"{floor:.2f}", (at, line), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9)
+            ticks.append(at)
+            labels.append(f"rank {memory['rank']}")
+            at += 1
+        ax.text((start + at - 1) / 2, -0.17, title, ha="center", va="top", transform=ax.get_xaxis_transform(), fontweight="bold")
+        at += 0.6
+    ax.set_xticks(ticks, labels)
+    ax.set_ylabel(f"model states in {name}")
+    ax.margins(y=0.12)
+    legend_right(ax)
+    return fig
+
+
+def plot_against_ranks(series, unit=1e6, name="MB"):
+    """{title: [(ranks, {category: bytes}, formula)]}: one panel per stage, stacked bars measured, a marker for the formula."""
+    fig, axes = plt.subplots(1, len(series), figsize=(11, 3.6), sharey=True)
+    for ax, (title, points) in zip(axes, series.items()):
+        floor = [0.0] * len(points)
+        for category in ("optimizer", "parameters", "gradients"):
+            values = [states[category] / unit for _, states, _ in points]
+            ax.bar(range(len(points)), values, 0.8, floor, color=COLORS[category], label=category, edgecolor="white", lw=0.5)
+            floor = [a + b for a, b in zip(floor, values)]
+        line = [formula / unit for _, _, formula in points]
+        ax.plot(range(len(points)), line, "D", color="black", mfc="white", ms=6, label="formula")
+        ax.set_xticks(range(len(points)), [ranks for ranks, _, _ in points])
+        ax.set_title(title)
+        ax.set_xlabel("ranks N")
+    axes[0].set_ylabel(f"model states per rank in {name}")
+    legend_right(axes[-1])
+    return fig
+
+
+def plot_spans(run, title="", ax=None, until=None):
+    """What each rank computes and what travels meanwhile, in the metered step. A bar of a collective goes from its launch to
+    the end of its wait; those at the same time stand on lines below each other."""
+    ranks = sorted({record["rank"] for record in run.of("span")})
+    fig = None
+    if ax is None:
+        fig, ax = plt.subplots(figsize=(11, 0.9 + 1.15 * len(ranks)))
+    ticks, labels, y, seen = [], [], 0, set()
+    for rank in ranks:
+        spans = [s for s in run.of("span", rank) if until is None or s["start_ms"] < until]
+        groups = [("computes", ("forward", "backward")), ("gathers", ("all_gather",)), ("reduces", ("reduce_scatter", "all_reduce"))]
+        for name, kinds in groups:
+            busy = []  # the end of the last bar on each line
+            for span in sorted((s for s in spans if s["what"] in kinds), key=lambda s: s["start_ms"]):
+                line = next((i for i, end in enumerate(busy) if end <= span["start_ms"] + 1e-3), len(busy))
+                busy[line : line + 1] = [span["end_ms"]]
+                lines = min(line, 2)  # the stage's last gathers all overlap: no more than three lines
+                color, hatch = SPANS[span["what"]]
+                label = span["what"].replace("_", "-") if span["what"] not in seen else None
+                seen.add(span["what"])
+                ax.barh(y - 0.22 * lines, span["end_ms"] - span["start_ms"], 0.2 if name != "computes" else 0.5, span["start_ms"],
+                        color=color, hatch=hatch, edgecolor="white", lw=0.5, label=label)  # fmt: skip
+            if busy:
+                ticks.append(y)
+                labels.append(f"rank {rank} {name}")
+                y -= 0.5 + 0.22 * min(len(busy), 3)
+        y -= 0.3
+    ax.set_yticks(ticks, labels)
+    ax.set_xlabel("time in the metered step in ms (the meter slows it down)")
+    ax.set_title(title)
+    handles, names = ax.get_legend_handles_labels()
+    order = sorted(range(len(names)), key=lambda i: list(SPANS).index(names[i].replace("-", "_")))
+    ax.legend([handles[i] for i in order], [names[i] for i in order], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return fig
+
+
+def place(meter, chosen=None):
+    """First fit: where every allocation of the trace would lie in one address space. Returns [(number, address, bytes, born,
+    died)] with positions in the trace, and the top of the space. The same rule as the script's Meter.heap()."""
+    gaps, placed, blocks, top = [(0, math.inf)], {}, [], 0
+    clock = 0
+    for key, change in meter.step:
+        clock += 1
+        if isinstance(key, str) or change == 0 or (chosen is not None and key not in chosen):
+            continue
+        if change > 0:
+            at = next(i for i, (start, end) in enumerate(gaps) if end - start >= change)
+            start, end = gaps[at]
+            placed[key], top = (start, change, clock), max(top, start + change)
+            gaps[at : at + 1] = [(start + change, end)] if start + change < end else []
+        else:
+            start, length, born = placed.pop(key)
+            blocks.append((key, start, length, born, clock))
+            end = start + length
+            at = bisect.bisect(gaps, (start, end))
+            if gaps[at][0] == end:
+                end = gaps.pop(at)[1]
+            if at and gaps[at - 1][1] == start:
+                at, start = at - 1, gaps.pop(at - 1)[0]
+            gaps.insert(at, (start, end))
+    blocks += [(key, start, length, born, clock + 1) for key, (start, length, born) in placed.items()]
+    return blocks, top
+
+
+def plot_heaps(meters, kept_only=False, unit=1e6, name="MB"):
+    """{title: meter}: every allocation as a rectangle, time to the right and addresses upwards. A black frame marks what M_D
+    is about: kept layer inputs and gradients."""
+    fig, axes = plt.subplots(1, len(meters), figsize=(11, 4.4), sharey=True)
+    seen, highest = set(), 0
+    for ax, (title, meter) in zip(axes, meters.items()):
+        numbers = {n for n, category in enumerate(meter.category) if category != "host" and (n in meter.kept or not kept_only)}
+        blocks, top = place(meter, numbers)
+        live, space = meter.heap(numbers)
+        assert top == space, "the picture and the script's own count place differently"
+        for number, start, length, born, died in blocks:
+            frame = {"edgecolor": "black", "lw": 0.7} if number in meter.kept else {"edgecolor": "white", "lw": 0.1}
+            color = COLORS[meter.category[number]]
+            ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, facecolor=color, **frame))
+            seen.add(meter.category[number])
+        ax.axhline(live / unit, color="black", ls=":", lw=1.5)
+        ax.axhline(space / unit, color="black", lw=1.5)
+        ax.set_xlim(0, len(meter.step))
+        ax.set_title(f"{title}: {space / live - 1:.1%} fragmentation", fontsize=10)
+        ax.set_xlabel("allocations and releases, in order")
+        highest = max(highest, space / unit)
+    axes[0].set_ylim(0, highest * 1.06)
+    axes[0].set_ylabel(f"address in {name}")
+    shown = [category for category in COLORS if category in seen]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[category]) for category in shown]
+    handles += [plt.Line2D([], [], color="black", lw=1.5), plt.Line2D([], [], color="black", ls=":", lw=1.5)]
+    axes[-1].legend(handles, [*shown, "space taken", "peak of live bytes"], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return fig
+
+
+def plot_stacks(bars, unit=1e6, name="MB", label="", lines=None, lines_are="formula", neutral=False):
+    """{title: {category: bytes}} as stacked bars, `lines` {title: bytes} as a black line over each. `neutral`: one
+    gray for totals that belong to no category."""
+    fig, ax = plt.subplots(figsize=(9, 3.8))
+    floor = [0.0] * len(bars)
+    for category, color in COLORS.items():
+        values = [bar.get(category, 0) / unit for bar in bars.values()]
+        if any(values):
+            ax.bar(range(len(bars)), values, 0.75, floor, color=GRAY if neutral else color, label=None if neutral else category,
+                   edgecolor="white", lw=0.5, hatch="///" if category == "host" else "")  # fmt: skip
+            floor = [a + b for a, b in zip(floor, values)]
+    for at, total in enumerate(floor):
+        ax.text(at, total, f"{total:,.2f}", ha="center", va="bottom", fontsize=9)
+    for at, title in enumerate(bars):
+        if lines and title in lines:
+            ax.plot([at - 0.45, at + 0.45], [lines[title] / unit] * 2, color="black", lw=2, label=lines_are if at == 0 else None)
+    ax.set_xticks(range(len(bars)), list(bars))
+    ax.set_ylabel(f"{label} in {name}")
+    ax.set_ylim(0, 1.1 * max([*floor, *(line / unit for line in (lines or {}).values())]))
+    if not neutral:
+        legend_right(ax)
+    return fig
+
+
+def plot_lines(series, xlabel, ylabel):
+    """{title: [(x, y), ...]} as lines with markers."""
+    fig, ax = plt.subplots(figsize=(7.5, 3.6))
+    for (title, points), (style, color) in zip(series.items(), (("o-", "#332288"), ("s--", "#D55E00"), ("^:", "#56B4E9"), ("D-.", "#777777"))):
+        ax.plot(*zip(*points), style, color=color, label=title, lw=2, ms=7)
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.set_ylim(bottom=0)
+    legend_right(ax)
+    return fig
+
+
+# ---- What a GPU's allocator adds -------------------------------------------------------------------------------
+
+
+def cuda_allocator(meter):
+    """Replays the step's allocations by the default rules of PyTorch's caching allocator for CUDA. Returns the peaks
+    (live, allocated, reserved). A block is a multiple of 512 bytes. It is cut from a segment: 2 MiB for blocks up to 1 MiB,
+    20 MiB for blocks below 10 MiB, else the block itself, rounded up to 2 MiB. Segments are never given back here."""
+    MiB = 2**20
+    free = {True: [], False: []}  # small or large pool -> [(size, segment, start)]
+    placed, segments = {}, []
+    live = allocated = most_live = most_allocated = 0
+    for key, change in meter.step:
+        if isinstance(key, str) or change == 0:
+            continue
+        live += change
+        if change > 0:
+            block = math.ceil(change / 512) * 512
+            small = block <= MiB
+            fitting = [gap for gap in free[small] if gap[0] >= block]
+            if fitting:
+                gap = min(fitting)
+                free[small].remove(gap)
+            else:
+                length = 2 * MiB if small else 20 * MiB if block < 10 * MiB else math.ceil(block / (2 * MiB)) * 2 * MiB
+                gap = (length, len(segments), 0)
+                segments.append(length)
+            rest = gap[0] - block
+            if rest >= 512 if small else rest > MiB:
+                free[small].append((rest, gap[1], gap[2] + block))
+                gap = (block, *gap[1:])
+            placed[key] = small, gap
+            allocated += gap[0]
+        else:
+            small, (length, segment, start) = placed.pop(key)
+            allocated -= length
+            for gap in [g for g in free[small] if g[1] == segment and (g[2] == start + length or g[2] + g[0] == start)]:
+                free[small].remove(gap)
+                length, start = length + gap[0], min(start, gap[2])
+            free[small].append((length, segment, start))
+        most_live, most_allocated = max(most_live, live), max(most_allocated, allocated)
+    return most_live, most_allocated, sum(segments)
+
+
+def resident_bytes():
+    """The memory of this process as the operating system counts it: its resident set size, RSS."""
+    try:
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return 1024 * int(subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True).stdout)
+
+
+def peak_moment(run):
+    """The script's mark that follows the peak of the step."""
+    rows, marks = replay(run.meter)
+    totals = [sum(value for category, value in row.items() if category != "host") for row in rows]
+    at = totals.index(max(totals))
+    return next((label for position, label in marks if position > at), marks[-1][1])

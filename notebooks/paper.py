@@ -1,0 +1,285 @@
+"""The paper's tables and figures about memory, by running the stage files as rank 0 of many.
+
+simulate() runs a stage file with `--simulate-ranks`: the very code of the training step, on tensors that have shapes
+and no memory. So the numbers below are counts of tensors that lived in a step, and no formulas. What is scaled or
+extrapolated says so. GB is 10^9 bytes; section, table and figure numbers are those of arXiv 1910.02054 v3.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import pathlib
+import runpy
+import sys
+import tempfile
+import types
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+STAGES = ("stage0_ddp.py", "stage1_os.py", "stage2_grad.py", "stage3_param.py")
+GB = 1e9
+CONFIGS = ("C1", "C2", "C3", "C4", "C5")
+# §3.2 wants fused buffers "of constant size, large enough": of 64 Mi elements, 0.27 GB in fp32, for models of billions.
+LARGE = {"buffer_elements": 2**26}
+
+
+# ---- Running ---------------------------------------------------------------------------------------------------
+
+
+def simulate(script, **options):
+    """Runs a file as rank 0 of `simulate_ranks` ranks, in this process. Returns rank 0's record "memory" (states,
+    activations, buffers, peak, at_peak, ..., in bytes), with psi, communication and the timeline."""
+    return run_once(script, tuple(sorted(options.items())))
+
+
+@functools.cache
+def run_once(script, options):
+    path, argv = str(ROOT / script), sys.argv
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        log = pathlib.Path(folder, "log")
+        flags = [part for name, value in options for part in (f"--{name.replace('_', '-')}", str(value))]
+        try:
+            sys.argv = [path, *flags, "--log-file", str(log)]
+            runpy.run_path(path, run_name="__main__")
+        finally:
+            sys.argv = argv
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+    of = {record["event"]: record for record in records}
+    timeline = [record for record in records if record["event"] == "timeline"]
+    return of["memory"] | {"psi": of["communication"]["psi"], "communication": of["communication"], "timeline": timeline}
+
+
+def line(x, y, at):
+    """The straight line through two points, at a third place."""
+    (x0, x1), (y0, y1) = x, y
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+
+
+def solve(x, y, limit):
+    """Where the straight line through two points reaches a limit."""
+    (x0, x1), (y0, y1) = x, y
+    return x0 + (limit - y0) * (x1 - x0) / (y1 - y0)
+
+
+# ---- Figure 1 and Table 1: states ------------------------------------------------------------------------------
+
+# Four wide layers: states don't depend on the shape, and so a run takes seconds. Within 0.5 % of the size in the name.
+MODELS = {
+    "7.5B": {"layers": 4, "width": 12496, "heads": 8},
+    "128B": {"layers": 4, "width": 51632, "heads": 8},
+    "1T": {"layers": 4, "width": 144336, "heads": 8},
+}
+PSI = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
+TABLE_1 = {  # N_d -> GB for 7.5B, 128B and 1T, each P_os, P_os+g and P_os+g+p, as printed
+    1: "120 120 120 2048 2048 2048 16000 16000 16000",
+    4: "52.5 41.3 30 896 704 512 7000 5500 4000",
+    16: "35.6 21.6 7.5 608 368 128 4750 2875 1000",
+    64: "31.4 16.6 1.88 536 284 32 4187 2218 250",
+    256: "30.4 15.4 0.47 518 263 8 4046 2054 62.5",
+    1024: "30.1 15.1 0.12 513 257 2 4011 2013 15.6",
+}
+FIGURE_1 = (120, 31.4, 16.6, 1.9)  # GB at 7.5B and 64 ranks, for DP, P_os, P_os+g, P_os+g+p
+
+
+def printed(N, model, stage):
+    """A cell of Table 1: GB, and one unit of its last printed digit, since some are rounded and some are cut off."""
+    text = TABLE_1[N].split()[3 * list(MODELS).index(model) + stage - 1]
+    return float(text), 10.0 ** -len(text.partition(".")[2])
+
+
+def states(model, stage, N):
+    """GB of model states of a rank just before the optimizer step: counted, then scaled from our Ψ to the exact one."""
+    run = simulate(STAGES[stage], simulate_ranks=N, batch=1, context=16, **MODELS[model])
+    return run["states"] / GB * PSI[model] / run["psi"]
+
+
+def figure_1():
+    """[(stage, paper's GB, our GB)]"""
+    return [(STAGES[stage], paper, states("7.5B", stage, 64)) for stage, paper in enumerate(FIGURE_1)]
+
+
+# ---- Table 2: the largest model on 32 GB -----------------------------------------------------------------------
+
+COLUMNS = {"baseline": ("os", 1), "P_os": ("os", 64), "P_os+g": ("os+g", 64), "P_os+g+p": ("os+g+p", 64)}
+TABLE_2 = {  # MP -> billions of parameters in the order of COLUMNS (states only), then as measured: baseline, P_os
+    1: (2, 7.6, 14.4, 128, 1.3, 6.2),
+    2: (4, 15.2, 28.8, 256, 2.5, 12.5),
+    4: (8, 30.4, 57.6, 500, 5, 25),
+    8: (16, 60.8, 115.2, 1000, 10, 50),
+    16: (32, 121.6, 230.4, 2000, 20, 100),
+}
+
+
+def table_2_run(column, mp, layers):
+    """A model of that many layers, as wide as models of its size are, at batch 1 and sequences of 1024, without C_B."""
+    partition, N = COLUMNS[column]
+    width = 8192 if mp == 16 or column == "P_os+g+p" else 4096 if mp > 2 else 2048
+    return simulate(
+        "zero_r.py", simulate_ranks=N * mp, mp=mp, config="none", partition=partition, layers=layers, width=width,
+        heads=width // 128, context=1024, batch=1,
+    )  # fmt: skip
+
+
+def at_the_update(run):
+    """Bytes alive when all fp32 gradients are made."""
+    (moment,) = (moment for moment in run["timeline"] if moment["label"] == "fp32 gradients")
+    return sum(moment[category] for category in ("parameters", "gradients", "optimizer", "activations", "buffers"))
+
+
+def largest(column, mp, what, limit=32 * GB):
+    """Billions of parameters, all mp parts together, at which the "states" or the "peak" reach the limit: two runs, and
+    the straight line through them. Of the peak two lines: in small models it is in the backward pass, where a block's
+    temporaries are, and in large ones it may be at the update, where the fp32 gradients grow with the model."""
+    runs = [table_2_run(column, mp, layers) for layers in (4, 8)]
+    lines = [[run[what] for run in runs]] + ([[at_the_update(run) for run in runs]] if what == "peak" else [])
+    return min(mp * solve([run["psi"] for run in runs], line, limit) / 1e9 for line in lines)
+
+
+def measured_why():
+    """Why our real peak is not Table 2's measured half."""
+    return (
+        "Ours counts live tensors at batch 1 with activation checkpoints: states, fp32 gradients (4 bytes a parameter of "
+        "the rank's share), one layer's temporaries. The paper's runs also hold what PyTorch's allocator caches and "
+        "cannot use, the CUDA context, NCCL's and their own buffers, and a larger batch: they reach 0.6 to 0.8 of the limit."
+    )
+
+
+# ---- §3.2 and §6.1: activations and buffers --------------------------------------------------------------------
+
+GPT2 = {"width": 1600, "heads": 25, "context": 1024, "vocab": 50257}  # with 48 layers §3.2's model of 1.5B
+GPT2_LAYERS, GPT2_BATCH = 48, 32
+GPT2_PAPER = {"without checkpoints": 60, "with checkpoints": 8, "fp32 buffer": 6}  # GB
+
+
+def block_keeps(script="stage0_ddp.py", batch=GPT2_BATCH, **shape):
+    """Bytes that one block's forward keeps for its backward, counted by the file's own meter: without checkpoints every
+    block keeps that much at once."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    stage, shape = runpy.run_path(str(ROOT / script)), GPT2 | shape
+    cfg = stage["Config"](layers=1, batch=batch, **shape)
+    meter = stage["Meter"](torch.device("cpu"))
+    with torch.device("meta"):
+        module = stage["Block"](cfg)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = stage["Layer"]("block 0", module, cfg, types.SimpleNamespace(rank=0, world_size=1), "cpu", torch.bfloat16)
+        x = torch.empty(batch, cfg.context, cfg.width, dtype=torch.bfloat16, requires_grad=True)
+        flat = layer.flat.requires_grad_()
+        meter.start([(x, "activations"), (flat, "parameters")])
+        with meter, meter.computing("forward", "block 0"):
+            out = layer(flat, x, None)
+        timeline, _ = meter.replay()
+        del out
+    return timeline[-1]["activations"] - x.nbytes  # with the output, which is the next block's input
+
+
+def gpt2_activations():
+    """{what: GB} of §3.2 for GPT-2 1.5B, batch 32: kept without checkpoints, and with one a block; the fused fp32 buffer.
+    Counted on a few layers, times 48 of them."""
+    run = simulate("zero_r.py", simulate_ranks=1, config="none", layers=2, batch=GPT2_BATCH, **GPT2)
+    buffers = []
+    for layers in (2, 4):
+        timeline = simulate("stage0_ddp.py", simulate_ranks=1, layers=layers, batch=1, **GPT2)["timeline"]
+        (moment,) = (moment for moment in timeline if moment["label"] == "fp32 gradients")
+        buffers.append(moment["buffers"])
+    return {
+        "without checkpoints": GPT2_LAYERS * block_keeps() / GB,
+        "with checkpoints": GPT2_LAYERS / 2 * run["kept"] / GB,
+        "fp32 buffer": line((2, 4), buffers, GPT2_LAYERS) / GB,
+    }
+
+
+PA_PAPER = {"C3": 33, "C4": 2, "C5": 0}  # GB per GPU of kept inputs, as §6.1 prints them
+
+
+def pa_example():
+    """{configuration: (GB on the device, GB on the host)} of kept inputs of §6.1's 100B model: 125 layers, batch 32."""
+    runs = {config: zero_r(config, layers=2, batch=32) for config in PA_PAPER}
+    return {config: (125 / 2 * run["kept"] / GB, 125 / 2 * run["kept_host"] / GB) for config, run in runs.items()}
+
+
+# ---- Figures 6, 7 and 8: zero_r.py at MP 16 --------------------------------------------------------------------
+# The vocabulary is the default, 256: our embedding and head are not cut over the replica's ranks, Megatron's are.
+
+FIGURE_6 = {"C1": 40, "C2": 60, "C3": 50, "C4": 140, "C5": 150}  # largest model in billions, batch 16, 400 GPUs
+FIGURE_7 = {  # (layers, batch) -> GB, 400 GPUs: read off the picture to 0.3, for our eyes only
+    (50, 16): {"C1": 29.7, "C2": 24.1, "C3": 25.5, "C4": 19.8, "C5": 19.8},
+    (125, 32): {"C4": 29.6, "C5": 26.6},
+}
+FIGURE_8 = {"C1": 2, "C2": 4, "C3": 8, "C4": 32, "C5": 32}  # largest batch: 60B = 75 layers, 128 GPUs
+
+
+def zero_r(config, layers, batch, ranks=400, width=8192, heads=64, mp=16, **more):
+    """A run of a shape of Tables 6 to 9, sequences of 1024, with buffers of 64 Mi elements."""
+    shape = {"layers": layers, "batch": batch, "width": width, "heads": heads, "context": 1024}
+    return simulate("zero_r.py", config=config, simulate_ranks=ranks, mp=mp, **shape, **LARGE, **more)
+
+
+def peak(config, layers, batch, ranks=400, **shape):
+    """GB at the peak, from four runs: it is affine in the layers and in the batch, once both are large enough that the
+    peak is in a block's backward (below batch 8 it may be in the optimizer step, a few tenths of a GB higher)."""
+    corners = {at: zero_r(config, *at, ranks, **shape)["peak"] for at in ((2, 8), (4, 8), (2, 16), (4, 16))}
+    at_8, at_16 = (line((2, 4), (corners[2, size], corners[4, size]), layers) for size in (8, 16))
+    return line((8, 16), (at_8, at_16), batch) / GB
+
+
+def largest_model(config, batch=16, limit=32, ranks=400):
+    """Billions of parameters of the largest model, 8192 wide, on `limit` GB (Figure 6)."""
+    layers = solve((10, 100), [peak(config, layers, batch, ranks) for layers in (10, 100)], limit)
+    return 12 * layers * 8192**2 / 1e9
+
+
+def largest_batch(config, layers=75, limit=32, ranks=128):
+    """The largest batch of a replica on `limit` GB (Figure 8); 0 or less: not even one sequence."""
+    return solve((8, 64), [peak(config, layers, batch, ranks) for batch in (8, 64)], limit)
+
+
+def whole_input(batch):
+    """GB of a whole layer input (B, T, C) in 16 bits."""
+    return batch * 1024 * 8192 * 2 / GB
+
+
+def differences(layers, batch):
+    """{step: (GB by our runs, GB by the argument)} for the steps of Figure 7: P_g frees gradients, 2Ψ/16·(1 - 1/25); P_a
+    frees fifteen sixteenths of a checkpoint a layer, and needs one whole input at a time again; P_a+cpu the rest. The
+    figure's 5.6 GB for P_a at 40B instead of our 12.3 fits one checkpoint every two layers: half of it, 6.2."""
+    gradients = 2 * (12 * layers * 8192**2) / 16 * (1 - 1 / 25) / GB
+    one, GBs = whole_input(batch), {config: peak(config, layers, batch) for config in CONFIGS}
+    return {
+        ("C1", "C3"): (GBs["C1"] - GBs["C3"], gradients),
+        ("C1", "C2"): (GBs["C1"] - GBs["C2"], layers * one * 15 / 16 - one),
+        ("C3", "C4"): (GBs["C3"] - GBs["C4"], layers * one * 15 / 16 - one),
+        ("C4", "C5"): (GBs["C4"] - GBs["C5"], layers * one / 16),
+    }
+
+
+def unexplained(layers=50, batch=16, every=1):
+    """{configuration: GB of Figure 7's bar that our run does not have}: the implementation's own buffers, and what its
+    allocator had cached. Nothing here is tuned to make it smaller. `every` = 2 takes half of the checkpoints away from our
+    number, as if every second layer kept one (worked out, not run): then all bars have about the same rest, 10 to 11 GB."""
+    kept = {"C1": 1, "C2": 1 / 16, "C3": 1, "C4": 1 / 16, "C5": 0}
+    less = {config: (1 - 1 / every) * layers * whole_input(batch) * share for config, share in kept.items()}
+    return {config: bar - peak(config, layers, batch) + less[config] for config, bar in FIGURE_7[layers, batch].items()}
+
+
+# ---- §9 and beyond ---------------------------------------------------------------------------------------------
+
+TRILLION = {"layers": 128, "width": 25600, "heads": 128}  # 1.007e12 parameters
+TEN_TRILLION = {"layers": 124, "width": 81920, "heads": 640}  # 0.999e13
+
+
+def huge(shape, ranks=1024, mp=16, batch=1, config="full"):
+    """{states, peak, kept_host, psi, bytes sent} of a rank, on the straight line through 4 and 6 layers: with fewer, there
+    are never two whole blocks gathered while a third one's gradient is reduced."""
+    runs = [zero_r(config, **shape | {"layers": layers}, batch=batch, ranks=ranks, mp=mp) for layers in (4, 6)]
+    at = {key: line((4, 6), [run[key] for run in runs], shape["layers"]) for key in ("states", "peak", "kept_host", "psi")}
+    sent = [run["communication"] for run in runs]
+    at["data bytes"] = line((4, 6), [record["bytes"] for record in sent], shape["layers"])
+    at["tensor bytes"] = line((4, 6), [record["tensor"]["bytes"] for record in sent], shape["layers"])
+    return at
+
+
+def seconds(sent, gigabytes_per_s):
+    """What sending so many bytes costs, if nothing hides it."""
+    return sent / (gigabytes_per_s * GB)
