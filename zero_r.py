@@ -11,7 +11,7 @@ among the N ranks that hold the same part, of Ψ parameters. What the model stat
               full P_os+g+p, P_a+cpu, C_B, M_D | none P_os+g+p alone
 
     torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
-    python zero_r.py --simulate-ranks 400 --mp 16 --config C4 --layers 125 --width 8192 --heads 64 --context 1024         --batch 32 --buffer-elements 67108864
+    python zero_r.py --simulate-ranks 400 --mp 16 --layers 125 --width 8192 --heads 64 --buffer-elements 67108864
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ class Collectives:
     def all_reduce(self, x):
         """Sums an activation over the ranks, in place. The next operation needs it, so nothing can hide it (§8)."""
         flat = x.view(-1)
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        return self.started("all_reduce", "", flat, [work], [flat], lambda: x, halves=2)()
+        works = [dist.all_reduce(flat, group=self.group, async_op=True)]
+        return self.started("all_reduce", "", flat, works, [flat], lambda: x, halves=2)()
 
     def started(self, name, layer, full, works, tensors, result, halves=1):
         """Counts a collective over `full` and returns its wait(). Either half sends n(N-1)/N elements (§7.1)."""
@@ -823,11 +823,11 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
     # §6.2: with C_B a group is one piece of constant size.
     for group in groups:
+        adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk all of them each time
         for layer, start, piece in group:
             piece.grad = own_grad(layer)[start : start + piece.numel()].float()
         adam.step()
-        for _, _, piece in group:
-            piece.grad = None
+        adam.zero_grad()
     meter.mark("Adam")
     for layer in layers:
         layer.grad = None

@@ -113,7 +113,7 @@ def test_buffers_grow_without_cb():
     assert deeper > 1.5 * small and wider > 3 * small
 
 
-@pytest.mark.parametrize("config", ("C2", "C4", "full"))
+@pytest.mark.parametrize("config", ("C2", "full"))
 def test_fragmentation(config):
     """§6.3: of a model whose layers' temporaries are of the size of what is kept."""
     options = "--layers 8 --width 512 --heads 8 --context 128 --batch 2 --simulate-ranks 8 --mp 2".split()
@@ -147,7 +147,7 @@ def test_first_fit(module):
 
 def test_order_of_figure_7():
     """Where gradients weigh more than what a layer computes with, and kept inputs as well."""
-    options = "--layers 16 --width 1024 --heads 16 --context 256 --batch 8 --simulate-ranks 64 --mp 4".split()
+    options = "--layers 8 --width 1024 --heads 16 --context 256 --batch 8 --simulate-ranks 64 --mp 4".split()
     peaks = [launch("zero_r.py", *options, "--config", config).of("memory")[0]["peak"] for config in CONFIGS[1:-1]]
     C1, C2, C3, C4, C5 = peaks
     assert C1 > C3 > C4 >= C5 and C1 > C2 > C4
