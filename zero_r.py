@@ -743,7 +743,6 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
         kept = layer.input_slot if cfg.md == "on" else empty_inputs(part, x.dtype, cfg, x.device)
         meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
         kept.copy_(x.flatten()[own], non_blocking=True)
-
         def bring_back():
             if M == 1 and cfg.pa != "cpu":
                 return kept.view(shape)
@@ -826,6 +825,7 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
         adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk all of them each time
         for layer, start, piece in group:
             piece.grad = own_grad(layer)[start : start + piece.numel()].float()
+        meter.mark("fp32 gradients")
         adam.step()
         adam.zero_grad()
     meter.mark("Adam")

@@ -122,8 +122,8 @@ def table_2_run(column, mp, layers):
 
 def at_the_update(run):
     """Bytes alive when all fp32 gradients are made."""
-    (moment,) = (moment for moment in run["timeline"] if moment["label"] == "fp32 gradients")
-    return sum(moment[category] for category in ("parameters", "gradients", "optimizer", "activations", "buffers"))
+    moments = [moment for moment in run["timeline"] if moment["label"] == "fp32 gradients"]
+    return max(sum(moment[name] for name in ("parameters", "gradients", "optimizer", "activations", "buffers")) for moment in moments)
 
 
 def largest(column, mp, what, limit=32 * GB):

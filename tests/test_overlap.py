@@ -14,7 +14,7 @@ def test_more_than_half_is_hidden(script):
     shares = []
     while len(shares) < 3:  # time that others take from this machine looks like waiting for the other rank: try again
         try:
-            mbit = overlap.matching_mbit(script, 2, 0.6)
+            mbit = overlap.matching_mbit(script, 2, 0.5)
             with overlap.link(mbit) as namespace:
                 _, waited_off, sent = overlap.time_run(namespace, script, 2, "off")
                 _, waited_on, _ = overlap.time_run(namespace, script, 2, "on")
