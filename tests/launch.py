@@ -139,6 +139,12 @@ def start(script, *args, ranks, env=None):
     )  # fmt: skip
 
 
+def complaints(run):
+    """What a real torchrun wrote to stderr, without its own word about OMP_NUM_THREADS and the box around that."""
+    lines = (line.rpartition("]")[2].strip(" *") for line in run.err.splitlines())
+    return [line for line in lines if line and not line.startswith("Setting OMP_NUM_THREADS")]
+
+
 def read_records(folder):
     path = pathlib.Path(folder, "log")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
