@@ -44,6 +44,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # unused, but torch.optim imports it later, and then it would keep the group of that moment
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # simulated ranks: tensors with shapes and no memory

@@ -77,7 +77,6 @@ command, status = serve(), 1
 sys.argv = [command["script"], *command["args"]]
 sys.path[0] = os.path.dirname(command["script"])
 if command["whole_exit"]:
-    gc.unfreeze()
     runpy.run_path(command["script"], run_name="__main__")
     sys.exit()
 # Taking down all of torch's modules costs as much as a tiny run, so most runs end without.
