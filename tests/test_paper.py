@@ -99,7 +99,7 @@ def test_pa_of_the_100b_model():
     ours = paper.pa_example()
     assert ours == {"C3": (67.108864, 0), "C4": (67.108864 / 16, 0), "C5": (0, 67.108864 / 16)}
     for config in ("C3", "C4"):
-        assert ours[config][0] / 2 == pytest.approx(paper.PA_PAPER[config], abs=0.55)
+        assert ours[config][0] / 2 == pytest.approx(paper.PA_PAPER[config], abs=1)  # cut off, not rounded
 
 
 # ---- Figures 6, 7 and 8 ----
