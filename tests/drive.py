@@ -12,6 +12,7 @@ import os
 import pathlib
 import socket
 import sys
+import time
 
 import torch
 
@@ -56,6 +57,7 @@ def profile(stage):
             running, self.running = self.running, True  # otherwise it waits for gloo's thread in the last step only
             super().settle(tensors)
             self.running = running
+            time.sleep(0.01)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
 
     def named_step(*args):
         with torch.profiler.record_function("step"):
@@ -105,7 +107,7 @@ def bytes_sent():
 
 
 def weights(stage):
-    """At the start and the end: hashes of this rank's whole parameters and masters, and the largest number in the padding."""
+    """At the start and the end: hashes of the whole masters and parameters, and the largest number in the padding."""
     make_layers, report = stage.make_layers, stage.report
 
     def look(layers, comm):
@@ -136,7 +138,7 @@ def threads(stage):
 
     def watched_main():
         main()
-        tell(threads=[pathlib.Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")])
+        tell(threads=[path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")])
 
     stage.main = watched_main
 
@@ -159,8 +161,9 @@ def spoil(stage):
 
     class Layer(stage.Layer):
         def __call__(self, flat, x, y):
-            last = rank == int(os.environ.get("WORLD_SIZE", 1)) - 1
-            return super().__call__(Spoil.apply(flat) if last and self.name == "block 1" and steps in spoiled else flat, x, y)
+            if steps in spoiled and self.name == "block 1" and rank == int(os.environ["WORLD_SIZE"]) - 1:
+                flat = Spoil.apply(flat)
+            return super().__call__(flat, x, y)
 
     def watched_step(layers, adam, *rest):
         nonlocal steps
@@ -173,7 +176,7 @@ def spoil(stage):
     def state(layers, adam):
         """A hash of all that a step may change."""
         moments = [tensor for layer in layers for tensor in adam.state[layer.master].values()]
-        kept = [tensor for layer in layers for name in ("flat", "shard", "master") if (tensor := getattr(layer, name, None)) is not None]
+        kept = [getattr(layer, name) for layer in layers for name in ("flat", "shard", "master") if hasattr(layer, name)]
         return hashlib.sha256(b"".join(tensor.detach().float().numpy().tobytes() for tensor in kept + moments)).digest()
 
     stage.Layer, stage.train_step = Layer, watched_step

@@ -23,11 +23,11 @@ TINY = tuple(
     "--layers 2 --width 35 --heads 5 --vocab 257 --context 16 --batch 2 --steps 6 --compute float32".split()
 )  # fmt: skip
 
-# One thread: the stage files set theirs, and numpy's library would start its own before the fork. Passive: on a busy machine
-# threads that wait by spinning take all the time.
+# One thread: the stage files set theirs, and numpy's library would start its own before the fork. Passive: threads that
+# wait by spinning take all the time of a busy machine.
 zygote = subprocess.Popen(
-    [sys.executable, ROOT / "tests/zygote.py"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    [sys.executable, ROOT / "tests/zygote.py"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
 )  # fmt: skip
 atexit.register(lambda: (zygote.stdin.close(), zygote.wait()))
 
@@ -109,8 +109,8 @@ def run_once(script, _mtime, args, ranks, env, timeout, log, whole_exit=False):
     }  # fmt: skip
     print(json.dumps(command), file=zygote.stdin, flush=True)
     statuses = json.loads(zygote.stdout.readline())
-    out, err = ("".join(pathlib.Path(folder, f"{name}{rank}").read_text() for rank in range(ranks)) for name in ("out", "err"))
-    return Run(next(filter(None, statuses), 0), out, err, read_records(folder))
+    out, err = ([pathlib.Path(folder, f"{name}{rank}").read_text() for rank in range(ranks)] for name in ("out", "err"))
+    return Run(next(filter(None, statuses), 0), "".join(out), "".join(err), read_records(folder))
 
 
 def torchrun(script, *args, ranks=2, timeout=120, log=True):
@@ -120,7 +120,8 @@ def torchrun(script, *args, ranks=2, timeout=120, log=True):
 
 def subprocess_run(script, *args, ranks, timeout, log, env=None, real=False):
     folder = tempfile.mkdtemp(dir=folders.name)
-    process = start(script, *args, *(["--log-file", f"{folder}/log"] if log else []), ranks=ranks if ranks > 1 or real else 0, env=env)
+    args = [*args, *(["--log-file", f"{folder}/log"] if log else [])]
+    process = start(script, *args, ranks=ranks if ranks > 1 or real else 0, env=env)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:

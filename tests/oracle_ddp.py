@@ -1,5 +1,5 @@
-"""The same training as the stage files do, by PyTorch's own means: autograd on the whole model, DistributedDataParallel,
-clip_grad_norm_, Adam. It borrows the data, the modules and the initial weights from stage 0, and the command line."""
+"""The training of the stage files by PyTorch's own means: autograd on the whole model, DistributedDataParallel,
+clip_grad_norm_, Adam. Data, modules, initial weights and command line are borrowed from stage 0."""
 
 import gc
 import json
@@ -17,7 +17,8 @@ import stage0_ddp as stage  # noqa: E402
 class Model(torch.nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.layers = torch.nn.ModuleList([stage.Embedding(cfg), *(stage.Block(cfg) for _ in range(cfg.layers)), stage.Head(cfg)])
+        blocks = [stage.Block(cfg) for _ in range(cfg.layers)]
+        self.layers = torch.nn.ModuleList([stage.Embedding(cfg), *blocks, stage.Head(cfg)])
 
     def forward(self, x, y):
         for layer in self.layers:

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from launch import ROOT, STAGES
 
-STEPS = list(zip(STAGES, STAGES[1:], (60, 50, 90), strict=False))  # the most lines that may change, added plus removed
+STEPS = list(zip(STAGES, STAGES[1:], (60, 50, 90)))  # the most lines that may change, added plus removed
 # What a stage may have of its own, in section 7. All the rest is the same in every file.
 DIFFERENT = {"Layer.__init__", "named_states", "full_master", "paper_states", "paper_volume", "train_step"}
 

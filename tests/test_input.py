@@ -60,4 +60,4 @@ def test_with_two_ranks(options, contains, tmp_path):
 def test_with_torchrun():
     bad = torchrun(STAGES[1], "--width", 250, "--heads", 8)
     assert bad.status != 0
-    assert bad.err.count("stage1_os.py: --width 250 is not a multiple of --heads 8") == 1  # torchrun adds its own report
+    assert bad.err.count("stage1_os.py: --width 250 is not a multiple of --heads 8") == 1  # torchrun adds a report

@@ -95,4 +95,5 @@ def test_ten_such_steps_in_a_row_end_the_run():
     assert run.status != 0
     (line,) = run.err.splitlines()
     assert "not finite in ten steps" in line and "--lr" in line
-    assert [record.get("skipped", False) for record in run.records if record["event"] == "step"] == [True, False] + [True] * 10
+    steps = [record for record in run.records if record["event"] == "step"]
+    assert [step.get("skipped", False) for step in steps] == [True, False] + [True] * 10

@@ -32,7 +32,7 @@ def test_stages_are_bit_identical(ranks, dtype, collectives):
     assert hashes(tiny(STAGES[0]))[0] == start != end
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (3, "float32"), (4, "bfloat16")])
+@pytest.mark.parametrize(("ranks", "dtype"), [*((ranks, "bfloat16") for ranks in (1, 2, 3, 4)), (3, "float32")])
 def test_stages_with_micro_batches(ranks, dtype):
     """Stages 0 and 1 sum micro-batches before the reduction and stages 2 and 3 after it: two ways to round."""
     runs = [tiny(stage, ranks, dtype=dtype, micro_batches=3) for stage in STAGES]
@@ -53,4 +53,6 @@ def test_one_global_batch_however_it_is_divided(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlap_changes_nothing(stage):
     """A buffer that is reused or freed while it travels would."""
-    assert_identical([tiny(stage, 3, micro_batches=3), tiny(stage, 3, micro_batches=3, overlap="off")])
+    on, off = tiny(stage, 3, micro_batches=3), tiny(stage, 3, micro_batches=3, overlap="off")
+    assert_identical([on, off])
+    assert off.of("timeline")[-1]["ms"] < 4000  # the meter never waited in vain for gloo to let go of a tensor

@@ -21,13 +21,12 @@ def test_elements_are_those_of_the_formula(stage, ranks, micro_batches):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Linux' counters of a socket")
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (3, 1)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_kernel_counts_the_same(stage, ranks, micro_batches):
+def test_the_kernel_counts_the_same(stage):
     """The default model, since with tiny messages gloo's headers would count."""
-    options = ["--batch", 1, "--steps", 2, "--compute", "float32", "--micro-batches", micro_batches]
-    run = launch("tests/drive.py", "wire", stage, *options, ranks=ranks)
+    options = ["--batch", 1, "--steps", 2, "--compute", "float32", "--micro-batches", 2]
+    run = launch("tests/drive.py", "wire", stage, *options, ranks=3)
     (record,) = run.of("communication")
-    assert len(found(run)) == 2 * ranks
+    assert len(found(run)) == 2 * 3
     for step in found(run):
         assert step["sent"] == pytest.approx(record["bytes"], rel=0.03)
