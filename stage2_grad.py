@@ -368,7 +368,7 @@ class Meter(TorchDispatchMode):
     def settle(self, tensors):
         """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on, or
         the live bytes would differ from run to run."""
-        deadline = time.perf_counter() + 1
+        deadline = time.perf_counter() + 10
         while self.running and dist.get_backend() == "gloo" and time.perf_counter() < deadline:
             if all(tensor._use_count() == 1 for tensor in tensors):
                 break

@@ -10,7 +10,9 @@ from launch import STAGES
 
 
 @pytest.mark.parametrize("script", [STAGES[0], STAGES[3]])
-def test_more_than_half_is_hidden(script):
+def test_more_than_half_is_hidden(script, request):
+    if not request.config.getoption("--slow-link"):
+        pytest.skip("--slow-link times it: whatever else the machine does looks like waiting")
     shares = []
     while len(shares) < 5:  # time that others take from this machine looks like waiting for the other rank: try again
         try:
