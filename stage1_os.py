@@ -145,7 +145,7 @@ def load_batches(data, step, cfg, comm, device):
     """This rank's micro-batches of a step: a list of (x, y), both (B, T) int64, y one byte further than x.
 
     The seed and the step decide one global batch, whatever the number of ranks: a rank takes its slice of it, so
-    no two ranks read the same sequence and 1 rank x 8 trains on what 4 ranks x 2 train on.
+    no two ranks read the same slice of it and 1 rank x 8 trains on what 4 ranks x 2 train on.
     """
     draw = random.Random(f"{cfg.seed}/{step}")  # a string is hashed whole: no two (seed, step) share a stream
     mine = cfg.micro_batches * cfg.batch
@@ -233,10 +233,10 @@ class Collectives:
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
-            work = reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
-            return self.started("reduce_scatter", layer, full, [work], [full, shard], lambda: shard)
+            works = [reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)]
+            return self.started("reduce_scatter", layer, full, works, [full, shard], lambda: shard)
         received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        works = [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
 
         def average():
             total = torch.zeros(full.numel() // self.world_size, dtype=torch.float32, device=full.device)
@@ -244,7 +244,7 @@ class Collectives:
                 total += part
             return total.div_(self.world_size)
 
-        return self.started("reduce_scatter", layer, full, [work], [full, received], average)
+        return self.started("reduce_scatter", layer, full, works, [full, received], average)
 
     def all_gather(self, full, layer):
         """Completes a vector of which every rank has its own slice. full (n,), filled in place -> wait() -> full."""
