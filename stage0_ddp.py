@@ -365,9 +365,9 @@ class Meter(TorchDispatchMode):
         """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on, or
         the live bytes would differ from run to run."""
         deadline = time.perf_counter() + 10
-        while self.running and dist.get_backend() == "gloo" and time.perf_counter() < deadline:
-            if all(tensor._use_count() == 1 for tensor in tensors):
-                break
+        while self.running and dist.get_backend() == "gloo" and any(tensor._use_count() > 1 for tensor in tensors):
+            if time.perf_counter() > deadline:
+                raise RuntimeError("a view or a collective's work still holds a tensor whose transfer is over: del it earlier")
             time.sleep(0)
 
     @contextlib.contextmanager

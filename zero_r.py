@@ -444,9 +444,9 @@ class Meter(TorchDispatchMode):
         """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on, or
         the live bytes would differ from run to run."""
         deadline = time.perf_counter() + 10
-        while self.running and dist.get_backend() == "gloo" and time.perf_counter() < deadline:
-            if all(tensor._use_count() == 1 for tensor in tensors):
-                break
+        while self.running and dist.get_backend() == "gloo" and any(tensor._use_count() > 1 for tensor in tensors):
+            if time.perf_counter() > deadline:
+                raise RuntimeError("a view or a collective's work still holds a tensor whose transfer is over: del it earlier")
             time.sleep(0)
 
     @contextlib.contextmanager
@@ -711,15 +711,18 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
             fresh = layer.grad is None or cfg.partition == "os"
             if layer.grad is None:
                 layer.grad = empty_gradient(layer)
-            into, start = layer.grad[layer.own] if cfg.partition == "os" else layer.grad, 0
+            start = 0
             for following in [*pieces[1:], None]:
                 shard = wait()
                 end = start + shard.numel()
-                into[start:end].copy_(shard) if fresh else into[start:end].add_(shard)
+                own_grad(layer)[start:end].copy_(shard) if fresh else own_grad(layer)[start:end].add_(shard)
                 start, shard, wait = end, None, None
                 if following is not None:
                     wait = comm.reduce_scatter(following.flatten(), layer.name)
         reducing.clear()
+
+    def own_grad(layer):
+        return layer.grad[layer.own] if cfg.partition == "os" else layer.grad
 
     def empty_gradient(layer):
         """§6.3, M_D: the layer's slot in the contiguous buffer, or memory wherever there is some."""
@@ -805,9 +808,6 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
             del flat_grad
     finish_reduction()
     meter.mark("before the optimizer step")
-
-    def own_grad(layer):
-        return layer.grad[layer.own] if cfg.partition == "os" else layer.grad
 
     # The replica's ranks hold different parts of what is cut, and the same values of what is not.
     cut = [own_grad(layer)[: max(0, layer.cut - layer.own.start)] for layer in layers]
