@@ -1,4 +1,4 @@
-"""Prints the README's table of what the stages keep and send: python tests/measure.py
+"""Prints the README's tables of what the stages and ZeRO-R keep and send: python tests/measure.py
 
 Memory and traffic of the default model, as each run's own meter and counter report them, beside the paper's formulas.
 Nothing in it depends on the speed of the machine or on the version of the text, so a test compares it word for word.
@@ -34,6 +34,23 @@ def row(script, N):
     return line(f"`{script}`", N, *megabytes, *multiples)
 
 
+ZERO_R_COLUMNS = (
+    "`--config`", "ZeRO-DP", "states", "kept inputs", "on the host", "activations at peak", "buffers at peak", "peak",
+    "sent", "within the replica",
+)  # fmt: skip
+
+
+def zero_r_row(config):
+    """Of rank 0 of 2 x 2 simulated ranks, which counts the same bytes as a real one (test_zero_r.py)."""
+    run = launch("zero_r.py", *OPTIONS, "--simulate-ranks", 4, "--mp", 2, "--config", config)
+    ((rank,), (sent,), (cfg,)) = (run.of(event) for event in ("memory", "communication", "config"))
+    sizes = [rank[column] for column in ("states", "kept", "kept_host")]
+    sizes += [rank["at_peak"]["activations"], rank["at_peak"]["buffers"], rank["peak"]]
+    volumes = [sent["elements"], sent["tensor"]["elements"]]
+    megabytes, multiples = [f"{size / 1e6:.2f}" for size in sizes], [f"{x / sent['psi']:.3f} Ψ" for x in volumes]
+    return line(config, "P_" + cfg["partition"], *megabytes, *multiples)
+
+
 def line(*cells):
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -43,5 +60,10 @@ def table():
     return "\n".join([line(*COLUMNS), line("---", *["--:"] * len(COLUMNS[1:])), *rows])
 
 
+def zero_r_table():
+    rows = [zero_r_row(config) for config in ("none", "C1", "C2", "C3", "C4", "C5", "full")]
+    return "\n".join([line(*ZERO_R_COLUMNS), line("---", "---", *["--:"] * len(ZERO_R_COLUMNS[2:])), *rows])
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), zero_r_table(), sep="\n\n")

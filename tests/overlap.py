@@ -9,10 +9,11 @@ import subprocess
 
 from launch import ROOT, STAGES, launch
 
-# Many layers, because some of the communication at either end of a pass has nothing to hide behind.
+# Many layers, because some of the communication at either end of a pass has nothing to hide behind; and steps of half a
+# second, beside which it is little that one rank is late for the other.
 OPTIONS = (
-    *"--layers 8 --width 128 --heads 4 --context 128 --batch 2".split(),
-    *"--steps 8 --compute float32 --device cpu".split(),
+    *"--layers 12 --width 192 --heads 4 --context 128 --batch 4".split(),
+    *"--steps 10 --compute float32 --device cpu".split(),
 )
 
 

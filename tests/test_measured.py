@@ -7,11 +7,10 @@ import pytest
 from launch import ROOT, STAGES
 
 
-def test_the_readme_shows_what_was_measured():
-    shown = re.search("<!-- measured -->(.*?)<!-- /measured -->", (ROOT / "README.md").read_text(), re.DOTALL)
-    if not shown:
-        pytest.skip("README.md has no place for the table yet")
-    assert shown[1].strip() == measure.table(), "replace it by what `python tests/measure.py` prints"
+@pytest.mark.parametrize(("name", "table"), [("measured", measure.table), ("zero_r", measure.zero_r_table)])
+def test_the_readme_shows_what_was_measured(name, table):
+    _, shown, _ = re.split(f"<!-- /?{name} -->", (ROOT / "README.md").read_text())
+    assert shown.strip() == table(), "replace it by what `python tests/measure.py` prints"
 
 
 @pytest.mark.parametrize("k", range(len(STAGES) - 1))
