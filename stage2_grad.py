@@ -76,7 +76,7 @@ class Config:
     overlap: Literal["on", "off"] = "on"  # off: wait for a collective where it starts, to see what overlap hides
     data: str = ""  # train on the bytes of this file (default: Python's own language reference)
     log: str = ""  # write records to this file, one JSON object a line
-    simulate_ranks: int = 0  # run two steps as rank 0 of this many ranks, on tensors without memory
+    simulate_ranks: int = 0  # run one step as rank 0 of this many ranks, on tensors without memory
 
 
 def fail(message):
@@ -107,11 +107,9 @@ def parse_args():
         parser.add_argument(*names, default=field.default, help=comments[field.name] + default, **kind)
     cfg = Config(**vars(parser.parse_args()))
 
-    for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "lr", "clip"):
+    for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "steps", "lr", "clip"):
         if not 0 < getattr(cfg, name) < math.inf:
             fail(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be positive")
-    if cfg.steps < 2:
-        fail(f"--steps {cfg.steps} must be at least 2: the last is metered, and Adam makes its moments in the first")
     if cfg.vocab < 256:
         fail(f"--vocab {cfg.vocab} must be at least 256: a token is a byte")
     if cfg.width % cfg.heads:
@@ -330,11 +328,13 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        torch.utils._pytree.tree_map_only(torch.Tensor, self.see, result)
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
         return result
 
     def see(self, tensor):
-        """Returns the number of the tensor's storage, a new one at first sight."""
+        """Gives the tensor's storage a number at first sight, and notes its birth and, when it comes, its death."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self.alive and tensor.device.type != "meta":  # a meta module has shapes, no memory
@@ -347,7 +347,6 @@ class Meter(TorchDispatchMode):
             self.alive[address] = number, weakref.ref(storage, died)
             self.category.append(self.default)
             self.trace.append((number, size))
-        return tensor
 
     def name(self, tensor, category):
         """Says what a tensor is, from its birth on. Returns the tensor."""
@@ -640,6 +639,9 @@ def run(cfg, data, device, log):
     compute = choose_compute(cfg, device)
     layers = make_layers(cfg, comm, device, compute)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
+    for master in adam.param_groups[0]["params"]:  # what Adam's first step would make, so that every step begins with all
+        moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+        adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
     def record(event, **fields):
         if log:  # unbuffered, one write a line: a run that is killed leaves whole lines
@@ -756,7 +758,7 @@ def main():
     else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
         dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
     if cfg.simulate_ranks:
-        cfg.steps = 2
+        cfg.steps = 1
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext():
             run(cfg, data, device, log)

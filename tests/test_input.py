@@ -15,7 +15,7 @@ BAD = [  # (options, what the line must contain)
     ("--micro-batches 0", "--micro-batches 0"),
     ("--context 0", "--context 0"),
     ("--vocab 255", "--vocab 255"),
-    ("--steps 1", "--steps 1"),
+    ("--steps 0", "--steps 0"),
     ("--steps many", "--steps"),
     ("--lr 0", "--lr 0"),
     ("--lr nan", "--lr nan"),
