@@ -5,18 +5,14 @@ and no memory. So the numbers below are counts of tensors that lived in a step, 
 extrapolated says so. GB is 10^9 bytes; section, table and figure numbers are those of arXiv 1910.02054 v3.
 """
 
-import contextlib
 import functools
-import io
-import json
-import pathlib
-import runpy
-import sys
-import tempfile
 import types
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-STAGES = ("stage0_ddp.py", "stage1_os.py", "stage2_grad.py", "stage3_param.py")
+import lesson
+import torch
+from lesson import STAGES
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 GB = 1e9
 CONFIGS = ("C1", "C2", "C3", "C4", "C5")
 # §3.2 wants fused buffers "of constant size, large enough": of 64 Mi elements, 0.27 GB in fp32, for models of billions.
@@ -26,27 +22,16 @@ LARGE = {"buffer_elements": 2**26}
 # ---- Running ---------------------------------------------------------------------------------------------------
 
 
-def simulate(script, **options):
-    """Runs a file as rank 0 of `simulate_ranks` ranks, in this process. Returns rank 0's record "memory" (states,
-    activations, buffers, peak, at_peak, ..., in bytes), with psi, communication and the timeline."""
-    return run_once(script, tuple(sorted(options.items())))
+def simulate(script, ranks, **options):
+    """Runs a file as rank 0 of so many ranks. Returns its record "memory" (states, activations, buffers, peak, at_peak,
+    ..., in bytes), with psi, communication and the timeline. A run with the same options is done once."""
+    return run_once(script, ranks, tuple(sorted(options.items())))
 
 
 @functools.cache
-def run_once(script, options):
-    path, argv = str(ROOT / script), sys.argv
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        log = pathlib.Path(folder, "log")
-        flags = [part for name, value in options for part in (f"--{name.replace('_', '-')}", str(value))]
-        try:
-            sys.argv = [path, *flags, "--log-file", str(log)]
-            runpy.run_path(path, run_name="__main__")
-        finally:
-            sys.argv = argv
-        records = [json.loads(line) for line in log.read_text().splitlines()]
-    of = {record["event"]: record for record in records}
-    timeline = [record for record in records if record["event"] == "timeline"]
-    return of["memory"] | {"psi": of["communication"]["psi"], "communication": of["communication"], "timeline": timeline}
+def run_once(script, ranks, options):
+    run = lesson.simulate(script, ranks, **dict(options))
+    return run.one("memory") | {"psi": run.psi, "communication": run.one("communication"), "timeline": run.of("timeline")}
 
 
 def line(x, y, at):
@@ -89,7 +74,7 @@ def printed(N, model, stage):
 
 def states(model, stage, N):
     """GB of model states of a rank just before the optimizer step: counted, then scaled from our Ψ to the exact one."""
-    run = simulate(STAGES[stage], simulate_ranks=N, batch=1, context=16, **MODELS[model])
+    run = simulate(STAGES[stage], N, batch=1, context=16, **MODELS[model])
     return run["states"] / GB * PSI[model] / run["psi"]
 
 
@@ -115,7 +100,7 @@ def table_2_run(column, mp, layers):
     partition, N = COLUMNS[column]
     width = 8192 if mp == 16 or column == "P_os+g+p" else 4096 if mp > 2 else 2048
     return simulate(
-        "zero_r.py", simulate_ranks=N * mp, mp=mp, config="none", partition=partition, layers=layers, width=width,
+        "zero_r.py", N * mp, mp=mp, config="none", partition=partition, layers=layers, width=width,
         heads=width // 128, context=1024, batch=1,
     )  # fmt: skip
 
@@ -126,13 +111,13 @@ def at_the_update(run):
     return max(sum(moment[name] for name in ("parameters", "gradients", "optimizer", "activations", "buffers")) for moment in moments)
 
 
-def largest(column, mp, what, limit=32 * GB):
-    """Billions of parameters, all mp parts together, at which the "states" or the "peak" reach the limit: two runs, and
-    the straight line through them. Of the peak two lines: in small models it is in the backward pass, where a block's
+def largest(column, mp, what, limit=32):
+    """Billions of parameters, all mp parts together, at which the "states" or the "peak" reach the limit in GB: two runs,
+    and the straight line through them. Of the peak two lines: in small models it is in the backward pass, where a block's
     temporaries are, and in large ones it may be at the update, where the fp32 gradients grow with the model."""
     runs = [table_2_run(column, mp, layers) for layers in (4, 8)]
     lines = [[run[what] for run in runs]] + ([[at_the_update(run) for run in runs]] if what == "peak" else [])
-    return min(mp * solve([run["psi"] for run in runs], line, limit) / 1e9 for line in lines)
+    return min(mp * solve([run["psi"] for run in runs], line, limit * GB) / 1e9 for line in lines)
 
 
 def measured_why():
@@ -154,16 +139,13 @@ GPT2_PAPER = {"without checkpoints": 60, "with checkpoints": 8, "fp32 buffer": 6
 def block_keeps(script="stage0_ddp.py", batch=GPT2_BATCH, **shape):
     """Bytes that one block's forward keeps for its backward, counted by the file's own meter: without checkpoints every
     block keeps that much at once."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    stage, shape = runpy.run_path(str(ROOT / script)), GPT2 | shape
-    cfg = stage["Config"](layers=1, batch=batch, **shape)
-    meter = stage["Meter"](torch.device("cpu"))
+    stage, shape = lesson.load(script), GPT2 | shape
+    cfg = stage.Config(layers=1, batch=batch, **shape)
+    meter = stage.Meter(torch.device("cpu"))
     with torch.device("meta"):
-        module = stage["Block"](cfg)
+        module = stage.Block(cfg)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        layer = stage["Layer"]("block 0", module, cfg, types.SimpleNamespace(rank=0, world_size=1), "cpu", torch.bfloat16)
+        layer = stage.Layer("block 0", module, cfg, types.SimpleNamespace(rank=0, world_size=1), "cpu", torch.bfloat16)
         x = torch.empty(batch, cfg.context, cfg.width, dtype=torch.bfloat16, requires_grad=True)
         flat = layer.flat.requires_grad_()
         meter.start([(x, "activations"), (flat, "parameters")])
@@ -177,10 +159,10 @@ def block_keeps(script="stage0_ddp.py", batch=GPT2_BATCH, **shape):
 def gpt2_activations():
     """{what: GB} of §3.2 for GPT-2 1.5B, batch 32: kept without checkpoints, and with one a block; the fused fp32 buffer.
     Counted on a few layers, times 48 of them."""
-    run = simulate("zero_r.py", simulate_ranks=1, config="none", layers=2, batch=GPT2_BATCH, **GPT2)
+    run = simulate("zero_r.py", 1, config="none", layers=2, batch=GPT2_BATCH, **GPT2)
     buffers = []
     for layers in (2, 4):
-        timeline = simulate("stage0_ddp.py", simulate_ranks=1, layers=layers, batch=1, **GPT2)["timeline"]
+        timeline = simulate("stage0_ddp.py", 1, layers=layers, batch=1, **GPT2)["timeline"]
         (moment,) = (moment for moment in timeline if moment["label"] == "fp32 gradients")
         buffers.append(moment["buffers"])
     return {
@@ -213,7 +195,7 @@ FIGURE_8 = {"C1": 2, "C2": 4, "C3": 8, "C4": 32, "C5": 32}  # largest batch: 60B
 def zero_r(config, layers, batch, ranks=400, width=8192, heads=64, mp=16, **more):
     """A run of a shape of Tables 6 to 9, sequences of 1024, with buffers of 64 Mi elements."""
     shape = {"layers": layers, "batch": batch, "width": width, "heads": heads, "context": 1024}
-    return simulate("zero_r.py", config=config, simulate_ranks=ranks, mp=mp, **shape, **LARGE, **more)
+    return simulate("zero_r.py", ranks, config=config, mp=mp, **shape, **LARGE, **more)
 
 
 def peak(config, layers, batch, ranks=400, **shape):
@@ -266,7 +248,7 @@ def unexplained(layers=50, batch=16, every=1):
 # ---- §9 and beyond ---------------------------------------------------------------------------------------------
 
 TRILLION = {"layers": 128, "width": 25600, "heads": 128}  # 1.007e12 parameters
-TEN_TRILLION = {"layers": 124, "width": 81920, "heads": 640}  # 0.999e13
+TEN_TRILLION = {"layers": 512, "width": 40320, "heads": 320}  # 0.999e13
 
 
 def huge(shape, ranks=1024, mp=16, batch=1, config="full"):
@@ -278,6 +260,10 @@ def huge(shape, ranks=1024, mp=16, batch=1, config="full"):
     at["data bytes"] = line((4, 6), [record["bytes"] for record in sent], shape["layers"])
     at["tensor bytes"] = line((4, 6), [record["tensor"]["bytes"] for record in sent], shape["layers"])
     return at
+
+
+# GB/s that one GPU has to the other nodes: the paper's 25 nodes of 16 have 800 Gb/s each (§10.1).
+NETWORKS = {"800 Gb/s a node of 16, the paper's": 6.25, "400 Gb/s a GPU": 50}
 
 
 def seconds(sent, gigabytes_per_s):

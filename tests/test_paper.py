@@ -41,7 +41,7 @@ def test_a_third_is_representative():
 def test_table_1(N, model, stage):
     printed, unit = paper.printed(N, model, stage)
     assert paper.states(model, stage, N) == pytest.approx(printed, abs=unit)
-    run = paper.simulate(paper.STAGES[stage], simulate_ranks=N, batch=1, context=16, **paper.MODELS[model])
+    run = paper.simulate(paper.STAGES[stage], N, batch=1, context=16, **paper.MODELS[model])
     assert run["psi"] == pytest.approx(paper.PSI[model], rel=0.005)
 
 
@@ -160,6 +160,25 @@ def test_a_trillion_on_1024():
     rank = paper.huge(paper.TRILLION)
     assert rank["states"] / paper.GB == pytest.approx(15.6 * 1.007, rel=0.02)  # 16 Ψ / 1024, our Ψ being 1.007e12
     assert rank["peak"] < 32e9
+    # 3Ψ/16 elements of 2 bytes less the head's share: about a minute on the paper's network, whatever the batch.
+    assert rank["data bytes"] == pytest.approx(2 * 3 * rank["psi"] * 63 / 64, rel=0.001)
+    assert 55 < paper.seconds(rank["data bytes"], min(paper.NETWORKS.values())) < 65
+
+
+def test_ten_trillion():
+    """Not on 1024 GPUs of 80 GB; on 4096."""
+    assert paper.huge(paper.TEN_TRILLION)["states"] == pytest.approx(16 * 1e13 / 1024, rel=0.005)
+    assert paper.huge(paper.TEN_TRILLION, ranks=4096)["peak"] < 80e9 < paper.huge(paper.TEN_TRILLION)["states"]
+
+
+def test_what_80_gb_change():
+    """All that is proportional grows by 80/32, and the states of a trillion fit on 200 ranks in place of 500."""
+    for column in paper.COLUMNS:
+        assert paper.largest(column, 1, "states", 80) == pytest.approx(2.5 * paper.largest(column, 1, "states"), rel=0.02)
+    for limit, ranks in ((32, 500), (80, 200)):
+        assert paper.states("1T", 3, ranks) <= limit + 0.01 < paper.states("1T", 3, ranks - 1)
+    for config in paper.CONFIGS:
+        assert 2.4 < paper.largest_model(config, limit=80) / paper.largest_model(config) < 2.7
 
 
 @only_all
