@@ -102,7 +102,7 @@ def parse_args():
         kind = {"choices": choices} if choices else {"type": field.type, "metavar": field.type.__name__.upper()}
         default = f" (default: {field.default})" if field.default != "" else ""
         names = ["--" + field.name.replace("_", "-")]
-        if field.name == "log":  # before Python 3.12.7 torchrun takes --log for one of its own options, wherever it stands
+        if field.name == "log":  # torchrun before Python 3.12.7 takes --log for one of its own options
             names.append("--log-file")
         parser.add_argument(*names, default=field.default, help=comments[field.name] + default, **kind)
     cfg = Config(**vars(parser.parse_args()))
@@ -135,7 +135,7 @@ def load_data(cfg):
         except OSError as error:
             fail(f"--data {cfg.data}: {error.strerror}")
     if len(data) <= cfg.context:
-        fail(f"--data {cfg.data} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
+        fail(f"--data {cfg.data} has {len(data)} bytes, a sequence --context {cfg.context} + 1; shorten the context")
     return data
 
 
@@ -183,7 +183,8 @@ class Block(nn.Module):
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.attention_norm(x))
+        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_proj(heads.transpose(1, 2).reshape(B, T, -1))
         return x + self.mlp_proj(F.gelu(self.mlp_up(self.mlp_norm(x)), approximate="tanh"))
@@ -211,11 +212,11 @@ class Collectives:
     """
 
     def __init__(self, cfg, meter, group):
-        self.rank, self.world_size, self.group, self.meter = dist.get_rank(group), dist.get_world_size(group), group, meter
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; its all-gather takes twice the
-        # time of broadcasts. NCCL's are right, and in a simulation of 1024 ranks 1024 broadcasts a layer would take long.
+        # time of broadcasts. NCCL's are right, and 1024 broadcasts a layer would make a simulation slow.
         self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
-        self.overlap = cfg.overlap == "on"
+        self.overlap, self.meter = cfg.overlap == "on", meter
         self.start_step()
 
     def start_step(self):
@@ -252,7 +253,7 @@ class Collectives:
             works = [all_gather_single(full, slices[0], group=self.group, async_op=True)]
         else:  # each owner broadcasts its slice, as §5.3 words it
             slices = full.chunk(self.world_size)
-            works = [dist.broadcast(s, group=self.group, group_src=owner, async_op=True) for owner, s in enumerate(slices)]
+            works = [dist.broadcast(s, group=self.group, group_src=r, async_op=True) for r, s in enumerate(slices)]
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
     def started(self, name, layer, full, works, tensors, result):
@@ -365,12 +366,12 @@ class Meter(TorchDispatchMode):
             self.spans.append((what, layer, start, end))
 
     def settle(self, tensors):
-        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on, or
-        the live bytes would differ from run to run."""
+        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
+        or the live bytes would differ from run to run."""
         deadline = time.perf_counter() + 10
         while self.running and dist.get_backend() == "gloo" and any(tensor._use_count() > 1 for tensor in tensors):
             if time.perf_counter() > deadline:
-                raise RuntimeError("a view or a collective's work still holds a tensor whose transfer is over: del it earlier")
+                raise RuntimeError("a view or a work still holds a tensor whose transfer is over: del it earlier")
             time.sleep(0)
 
     @contextlib.contextmanager
@@ -404,10 +405,8 @@ class Meter(TorchDispatchMode):
         return timeline, peak
 
     def timed_spans(self):
-        return [
-            {"what": what, "layer": layer, "start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
-            for what, layer, start, end in self.spans
-        ]
+        spans = [(what, layer, *(elapsed_ms(self.began, at) for at in ends)) for what, layer, *ends in self.spans]
+        return [dict(zip(("what", "layer", "start_ms", "end_ms"), span)) for span in spans]
 
 
 def elapsed_ms(start, end):
@@ -439,7 +438,7 @@ class Layer:
         full = self.initial_weights(cfg).to(device)
         self.flat = full.to(self.dtype, copy=True)  # parameters (padded,) 16-bit: 2Ψ
         self.shard = self.flat[self.own]  # §5.1: a view of this rank's slice
-        self.master = full[self.own].clone()  # §5.1: its fp32 copy, what Adam updates (padded/N,): 4Ψ/N, with moments 12Ψ/N
+        self.master = full[self.own].clone()  # §5.1: fp32, what Adam updates (padded/N,): 4Ψ/N, with its moments 12Ψ/N
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg):
@@ -601,7 +600,7 @@ def choose_device(cfg):
     """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks."""
     ranks_here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if cfg.device == "cuda" and gpus < ranks_here:
-        fail(f"--device cuda needs a GPU for each of {ranks_here} ranks and finds {gpus}; start fewer, or take --device cpu")
+        fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
     torch.set_num_threads(max(1, os.cpu_count() // ranks_here))
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
         return torch.device("cpu")
@@ -639,7 +638,7 @@ def run(cfg, data, device, log):
     compute = choose_compute(cfg, device)
     layers = make_layers(cfg, comm, device, compute)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
-    for master in adam.param_groups[0]["params"]:  # what Adam's first step would make, so that every step begins with all
+    for master in adam.param_groups[0]["params"]:  # as Adam's first step would: so every step begins with the same
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
@@ -684,10 +683,11 @@ def run(cfg, data, device, log):
             ms, tokens_per_s, speed = None, None, "metered"
         else:
             timed.append((ms, comm.waited_ms()))
-        fields = {"step": step, "loss": loss if math.isfinite(loss) else None, "norm": norm, "ms": ms, "tokens_per_s": tokens_per_s}
         skipped = 0 if math.isfinite(norm) else skipped + 1
-        record("step", **fields | ({"norm": None, "skipped": True} if skipped else {}))
-        say(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}" + " | skipped: gradient not finite" * (skipped > 0))
+        note = " | skipped: gradient not finite" if skipped else ""
+        say(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
+        fields = {"loss": loss if math.isfinite(loss) else None, "norm": None if skipped else norm}  # JSON has no inf
+        record("step", step=step, **fields, ms=ms, tokens_per_s=tokens_per_s, **{"skipped": True} if skipped else {})
         if skipped == 10:
             fail("the gradient was not finite in ten steps in a row, so nothing is learned; try a lower --lr")
 
@@ -723,7 +723,7 @@ def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
         rows.append((rank, before, {**mine["peak"], "total": before["peak"], **allocator}))
 
     say(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
-    columns = ["parameters", "gradients", "optimizer", "states", "formula", "activations", "buffers", "peak"]
+    columns = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
     for title, which, columns in (("Just before the optimizer step", 1, columns), ("At the peak", 2, list(rows[0][2]))):
         say(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
         for row in rows:
@@ -764,7 +764,7 @@ def main():
             run(cfg, data, device, log)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit it is too late
+        gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit is too late
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ import torch.distributed as dist
 import torch.distributed.nn  # unused, but torch.optim imports it later, and then it would keep the group of that moment
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch._subclasses.fake_tensor import FakeTensorMode  # simulated ranks: tensors with shapes and no memory
 from torch.utils._python_dispatch import TorchDispatchMode  # the meter: sees every tensor that is made
 
@@ -117,7 +116,7 @@ def parse_args():
         kind = {"choices": choices} if choices else {"type": field.type, "metavar": field.type.__name__.upper()}
         default = f" (default: {field.default})" if field.default != "" else ""
         names = ["--" + field.name.replace("_", "-")]
-        if field.name == "log":  # before Python 3.12.7 torchrun takes --log for one of its own options, wherever it stands
+        if field.name == "log":  # torchrun before Python 3.12.7 takes --log for one of its own options
             names.append("--log-file")
         parser.add_argument(*names, default=field.default, help=comments[field.name] + default, **kind)
     cfg = Config(**vars(parser.parse_args()))
@@ -139,7 +138,7 @@ def parse_args():
         if cfg.mp < 1 or number % cfg.mp:
             fail(f"--mp {cfg.mp} does not divide {what} {number}: each tensor-parallel rank takes an equal part")
     if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:
-        fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, and 16 or more for each data-parallel rank")
+        fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, 16 or more for each data rank")
     for name, value in zip(("partition", "pa", "cb", "md"), CONFIGS[cfg.config]):
         if getattr(cfg, name) == "auto":
             setattr(cfg, name, value)
@@ -159,7 +158,7 @@ def load_data(cfg):
         except OSError as error:
             fail(f"--data {cfg.data}: {error.strerror}")
     if len(data) <= cfg.context:
-        fail(f"--data {cfg.data} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
+        fail(f"--data {cfg.data} has {len(data)} bytes, a sequence --context {cfg.context} + 1; shorten the context")
     return data
 
 
@@ -195,9 +194,10 @@ class Embedding(nn.Module):
 
 
 # Megatron's tensor parallelism. Each of the M ranks of a replica has 1/M of the heads and of the hidden units of the
-# MLP: qkv and mlp_up are cut by outputs (dimension 0 of the weight), the projections after them by inputs (1), so a rank
-# goes from one to the other by itself. Norms and the projections' biases are replicated, as are embedding and head.
-CUT = {"qkv.weight": 0, "qkv.bias": 0, "mlp_up.weight": 0, "mlp_up.bias": 0, "attention_proj.weight": 1, "mlp_proj.weight": 1}
+# MLP, so it goes from qkv to attention_proj, and from mlp_up to mlp_proj, by itself. Norms and the projections' biases
+# are replicated, as are embedding and head. The number is the dimension of the weight that is cut.
+CUT = {"qkv.weight": 0, "qkv.bias": 0, "mlp_up.weight": 0, "mlp_up.bias": 0}  # by outputs
+CUT |= {"attention_proj.weight": 1, "mlp_proj.weight": 1}  # by inputs
 
 
 class Spread(torch.autograd.Function):
@@ -243,7 +243,8 @@ class Block(nn.Module):
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        q, k, v = self.qkv(Spread.apply(self.attention_norm(x), self.tensor)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(Spread.apply(self.attention_norm(x), self.tensor))
+        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(self.attention_proj, heads.transpose(1, 2).reshape(B, T, -1))
         hidden = F.gelu(self.mlp_up(Spread.apply(self.mlp_norm(x), self.tensor)), approximate="tanh")
@@ -272,11 +273,11 @@ class Collectives:
     """
 
     def __init__(self, cfg, meter, group):
-        self.rank, self.world_size, self.group, self.meter = dist.get_rank(group), dist.get_world_size(group), group, meter
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; its all-gather takes twice the
-        # time of broadcasts. NCCL's are right, and in a simulation of 1024 ranks 1024 broadcasts a layer would take long.
+        # time of broadcasts. NCCL's are right, and 1024 broadcasts a layer would make a simulation slow.
         self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
-        self.overlap = cfg.overlap == "on"
+        self.overlap, self.meter = cfg.overlap == "on", meter
         self.start_step()
 
     def start_step(self):
@@ -313,7 +314,7 @@ class Collectives:
             works = [all_gather_single(full, slices[0], group=self.group, async_op=True)]
         else:  # each owner broadcasts its slice, as §5.3 words it
             slices = full.chunk(self.world_size)
-            works = [dist.broadcast(s, group=self.group, group_src=owner, async_op=True) for owner, s in enumerate(slices)]
+            works = [dist.broadcast(s, group=self.group, group_src=r, async_op=True) for r, s in enumerate(slices)]
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
     def all_reduce(self, x):
@@ -440,12 +441,12 @@ class Meter(TorchDispatchMode):
             self.spans.append((what, layer, start, end))
 
     def settle(self, tensors):
-        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on, or
-        the live bytes would differ from run to run."""
+        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
+        or the live bytes would differ from run to run."""
         deadline = time.perf_counter() + 10
         while self.running and dist.get_backend() == "gloo" and any(tensor._use_count() > 1 for tensor in tensors):
             if time.perf_counter() > deadline:
-                raise RuntimeError("a view or a collective's work still holds a tensor whose transfer is over: del it earlier")
+                raise RuntimeError("a view or a work still holds a tensor whose transfer is over: del it earlier")
             time.sleep(0)
 
     @contextlib.contextmanager
@@ -479,8 +480,8 @@ class Meter(TorchDispatchMode):
         return timeline, peak
 
     def heap(self, chosen):
-        """§6.3: replays the chosen storages in one address space, each placed in the first gap that holds it. Returns the
-        peak of their live bytes and the space it took: what is more is fragmentation."""
+        """§6.3: replays the chosen storages in one address space, each placed in the first gap that holds it. Returns
+        the peak of their live bytes and the space it took: what is more is fragmentation."""
         gaps, placed, live, most, top = [(0, math.inf)], {}, 0, 0, 0
         for key, size in self.trace:
             if isinstance(key, str) or size == 0 or key not in chosen:
@@ -502,8 +503,8 @@ class Meter(TorchDispatchMode):
         return most, top
 
     def residual(self):
-        """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a heap takes
-        over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
+        """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a heap
+        takes over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
         device = [number for number, category in enumerate(self.category) if category != "host"]
         found = {"kept": self.heap({n for n in self.kept if self.category[n] == "activations"})[0]}
         found["kept_host"] = self.heap({n for n in self.kept if self.category[n] == "host"})[0]
@@ -513,10 +514,8 @@ class Meter(TorchDispatchMode):
         return found
 
     def timed_spans(self):
-        return [
-            {"what": what, "layer": layer, "start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
-            for what, layer, start, end in self.spans
-        ]
+        spans = [(what, layer, *(elapsed_ms(self.began, at) for at in ends)) for what, layer, *ends in self.spans]
+        return [dict(zip(("what", "layer", "start_ms", "end_ms"), span)) for span in spans]
 
 
 def elapsed_ms(start, end):
@@ -551,9 +550,9 @@ class Layer:
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
         full = self.initial_weights(cfg, comm.replica).to(device)
-        self.flat = full.to(self.dtype, copy=True) if cfg.partition != "os+g+p" else None  # P_os, P_os+g: never released
+        self.flat = full.to(self.dtype, copy=True) if cfg.partition != "os+g+p" else None  # never released
         self.shard = self.flat[self.own] if self.flat is not None else full[self.own].to(self.dtype, copy=True)
-        self.master = full[self.own].clone()  # §5.1: its fp32 copy, what Adam updates (padded/N,): 4Ψ/N, with moments 12Ψ/N
+        self.master = full[self.own].clone()  # §5.1: fp32, what Adam updates (padded/N,): 4Ψ/N, with its moments 12Ψ/N
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg, replica):
@@ -609,8 +608,8 @@ def master_pieces(layers, cfg):
 
 
 def allocate_once(layers, cfg, comm, device):
-    """§6.3, M_D: two contiguous buffers for what lives long, handed to the layers in slots; returned for the meter. What
-    comes and goes between long-lived tensors leaves holes that nothing larger fits into; apart from it, they leave none."""
+    """§6.3, M_D: two contiguous buffers for what lives long, handed to the layers in slots; returned for the meter.
+    What comes and goes between long-lived tensors leaves holes that nothing larger fits into; apart they leave none."""
     if cfg.md == "off":
         return []
     grad_dtype = layers[0].dtype if cfg.micro_batches == 1 else torch.float32
@@ -654,7 +653,8 @@ def paper_states(psi, world_size, cfg):
     width = 2 if cfg.dtype == "bfloat16" else 4
     grad_width = width if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     part = psi / world_size  # §5.1: 12Ψ/N; §5.2: + 2Ψ/N; §5.3: + 2Ψ/N
-    return 12 * part + grad_width * (psi if cfg.partition == "os" else part) + width * (part if cfg.partition == "os+g+p" else psi)
+    gradients, parameters = (psi if cfg.partition == "os" else part), (part if cfg.partition == "os+g+p" else psi)
+    return width * parameters + grad_width * gradients + 12 * part
 
 
 def paper_volume(layers, world_size, cfg):
@@ -701,7 +701,8 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
 
     def start_reduction(layer, full):
         """§6.2, C_B: piece by piece, each at most a buffer of what goes to all ranks; the first one starts now."""
-        pieces = full.view(comm.world_size, -1).split(cfg.buffer_elements // comm.world_size, 1) if cfg.cb == "on" else [full]
+        each = cfg.buffer_elements // comm.world_size
+        pieces = full.view(comm.world_size, -1).split(each, 1) if cfg.cb == "on" else [full]
         reducing.append((layer, pieces, comm.reduce_scatter(pieces[0].flatten(), layer.name)))
 
     def finish_reduction():
@@ -822,7 +823,7 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
     # §6.2: with C_B a group is one piece of constant size.
     for group in groups:
-        adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk all of them each time
+        adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk through all
         for layer, start, piece in group:
             piece.grad = own_grad(layer)[start : start + piece.numel()].float()
         meter.mark("fp32 gradients")
@@ -845,7 +846,7 @@ def choose_device(cfg):
     """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks."""
     ranks_here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if cfg.device == "cuda" and gpus < ranks_here:
-        fail(f"--device cuda needs a GPU for each of {ranks_here} ranks and finds {gpus}; start fewer, or take --device cpu")
+        fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
     torch.set_num_threads(max(1, os.cpu_count() // ranks_here))
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
         return torch.device("cpu")
@@ -881,13 +882,13 @@ def run(cfg, data, device, log, mesh):
     """Trains and reports. Rank 0 prints, and writes to `log` if that is an open file."""
     meter = Meter(device)
     comm = Collectives(cfg, meter, mesh["data"].get_group())  # ranks with the same part of the model: ZeRO-DP
-    comm.replica = Collectives(cfg, meter, mesh["tensor"].get_group())  # ranks of one replica: tensor parallelism
+    comm.replica = Collectives(cfg, meter, mesh["mp"].get_group())  # ranks of one replica: tensor parallelism
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
     compute = choose_compute(cfg, device)
     layers = make_layers(cfg, comm, device, compute)
     groups, stores = master_pieces(layers, cfg), allocate_once(layers, cfg, comm, device)
     adam = torch.optim.Adam([piece for group in groups for _, _, piece in group], lr=cfg.lr, fused=True)
-    for master in adam.param_groups[0]["params"]:  # what Adam's first step would make, so that every step begins with all
+    for master in adam.param_groups[0]["params"]:  # as Adam's first step would: so every step begins with the same
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
@@ -938,10 +939,11 @@ def run(cfg, data, device, log, mesh):
             ms, tokens_per_s, speed = None, None, "metered"
         else:
             timed.append((ms, comm.waited_ms() + comm.replica.waited_ms()))
-        fields = {"step": step, "loss": loss if math.isfinite(loss) else None, "norm": norm, "ms": ms, "tokens_per_s": tokens_per_s}
         skipped = 0 if math.isfinite(norm) else skipped + 1
-        record("step", **fields | ({"norm": None, "skipped": True} if skipped else {}))
-        say(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}" + " | skipped: gradient not finite" * (skipped > 0))
+        note = " | skipped: gradient not finite" if skipped else ""
+        say(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
+        fields = {"loss": loss if math.isfinite(loss) else None, "norm": None if skipped else norm}  # JSON has no inf
+        record("step", step=step, **fields, ms=ms, tokens_per_s=tokens_per_s, **{"skipped": True} if skipped else {})
         if skipped == 10:
             fail("the gradient was not finite in ten steps in a row, so nothing is learned; try a lower --lr")
 
@@ -979,23 +981,23 @@ def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
         rows.append((rank, before, {**mine["peak"], "total": before["peak"], **allocator}))
 
     say(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
-    columns = ["parameters", "gradients", "optimizer", "states", "formula", "activations", "buffers", "host", "peak"]
+    columns = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
     for title, which, columns in (("Just before the optimizer step", 1, columns), ("At the peak", 2, list(rows[0][2]))):
         say(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
         for row in rows:
             say(f"{row[0]:4}" + "".join(f"{row[which][column] / unit:13,.2f}" for column in columns))
 
     kept = everyone[0]["residual"]
-    say("Rank 0 keeps layer inputs of {kept:,} bytes on the device and {kept_host:,} on the host; fragmentation is".format(**kept))
-    say("{fragmentation:.1%} of all device memory, {fragmentation_kept:.1%} of kept inputs and gradients.".format(**kept))
+    say("Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.".format(**kept))
+    say("Fragmentation: {fragmentation:.1%} of all, {fragmentation_kept:.1%} of inputs and gradients.".format(**kept))
     model = [sent for what, sent in comm.sent.items() if what != "scalars"]
     total = {key: sum(sent[key] for sent in model) for key in ("calls", "elements", "bytes")}
     expected, words = paper_volume(layers, N, cfg)
     within = {key: sum(sent[key] for what, sent in comm.replica.sent.items() if what != "scalars") for key in total}
-    within_expected = paper_tensor_volume(cfg)
+    within |= {"collectives": comm.replica.sent, "formula": paper_tensor_volume(cfg)}
     record(
         "communication", psi=psi, elements=total["elements"], bytes=total["bytes"], collectives=comm.sent,
-        formula=expected, waited_ms=waited_ms, tensor=within | {"collectives": comm.replica.sent, "formula": within_expected},
+        formula=expected, waited_ms=waited_ms, tensor=within,
     )  # fmt: skip
     say(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
     for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
@@ -1003,7 +1005,7 @@ def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
     say(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
     for what, sent in [*comm.replica.sent.items(), ("within the replica", within)]:
         say(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}")
-    say(f"{'paper: 12 BTC, P_a 13 BTC a block':35}{within_expected:20,}")
+    say(f"{'paper: 12 BTC, P_a 13 BTC a block':35}{within['formula']:20,}")
     if step_ms:
         say(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
 
@@ -1021,7 +1023,7 @@ def main():
         dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
     else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
         dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
-    mesh = init_device_mesh(device.type, (dist.get_world_size() // cfg.mp, cfg.mp), mesh_dim_names=("data", "tensor"))
+    mesh = dist.init_device_mesh(device.type, (dist.get_world_size() // cfg.mp, cfg.mp), mesh_dim_names=("data", "mp"))
     if cfg.simulate_ranks:
         cfg.steps = 1
     try:
@@ -1029,7 +1031,7 @@ def main():
             run(cfg, data, device, log, mesh)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit it is too late
+        gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit is too late
 
 
 if __name__ == "__main__":
