@@ -981,8 +981,8 @@ def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
         rows.append((rank, before, {**mine["peak"], "total": before["peak"], **allocator}))
 
     say(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
-    columns = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
-    for title, which, columns in (("Just before the optimizer step", 1, columns), ("At the peak", 2, list(rows[0][2]))):
+    before = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
+    for title, which, columns in (("Just before the optimizer step", 1, before), ("At the peak", 2, list(rows[0][2]))):
         say(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
         for row in rows:
             say(f"{row[0]:4}" + "".join(f"{row[which][column] / unit:13,.2f}" for column in columns))

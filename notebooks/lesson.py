@@ -1,7 +1,7 @@
 """What the four notebooks share: run a script and read its records, draw them, check an answer.
 
-Nothing here computes a loss or counts a byte. The numbers come from the scripts in the folder above: run() starts one with
-torchrun, simulate() runs its main() in this process as rank 0 of any number of ranks, on tensors without memory.
+Nothing here computes a loss or counts a byte. The numbers come from the scripts in the folder above: run() starts one
+with torchrun, simulate() runs its main() in this process as rank 0 of any number of ranks, on tensors without memory.
 """
 
 import bisect
@@ -102,13 +102,15 @@ def run(script, ranks=2, quiet=False, **options):
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log.jsonl")
         process = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), ROOT / script,
-             *flags({"device": "cpu"} | options), "--log-file", str(log)],
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+             ROOT / script, *flags({"device": "cpu"} | options), "--log-file", str(log)],
             capture_output=True, text=True, cwd=ROOT,
         )  # fmt: skip
         if process.returncode:
             lines = [line for line in process.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
-            raise RuntimeError(f"{command} ended with status {process.returncode}: {lines[0] if lines else process.stderr[-300:]}")
+            raise RuntimeError(
+                f"{command} ended with status {process.returncode}: {lines[0] if lines else process.stderr[-300:]}"
+            )
         return Run(command, read(log), process.stdout)
 
 
@@ -304,7 +306,16 @@ def plot_moments(run, rank=0, unit=1e6, name="MB"):
         if not values:
             continue
         values.append(memory["at_peak"][category] / unit)
-        ax.bar([*range(len(moments)), len(moments) + 0.8], values, 0.85, floor, color=color, label=category, edgecolor="white", lw=0.4)
+        ax.bar(
+            [*range(len(moments)), len(moments) + 0.8],
+            values,
+            0.85,
+            floor,
+            color=color,
+            label=category,
+            edgecolor="white",
+            lw=0.4,
+        )
         floor = [a + b for a, b in zip(floor, values)]
     ax.set_xticks([*range(len(moments)), len(moments) + 0.8], [m["label"] for m in moments] + ["THE PEAK"], rotation=90)
     ax.set_ylabel(f"live memory in {name}")
@@ -332,13 +343,21 @@ def plot_trace(run, unit=1e6, name="MB", zoom=None):
     fig, ax = plt.subplots(figsize=(10.5, 4.2))
     x = range(len(rows))
     shown = [c for c in COLORS if any(row[c] for row in rows) and c != "host"]
-    ax.stackplot(x, [[row[c] / unit for row in rows] for c in shown], colors=[COLORS[c] for c in shown], labels=shown, step="post")
+    ax.stackplot(
+        x,
+        [[row[c] / unit for row in rows] for c in shown],
+        colors=[COLORS[c] for c in shown],
+        labels=shown,
+        step="post",
+    )
     ax.set_xlim(alive_before, len(rows))
     top = max(sum(row[c] for c in shown) for row in rows) / unit
     parts, labels = [alive_before, *(at for at, _ in marks)], [label for _, label in marks]
     for start, end, label in zip(parts, parts[1:], labels):
         ax.axvline(end, color="black", lw=0.4, alpha=0.5)
-        label = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}.get(label, label)
+        label = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}.get(
+            label, label
+        )
         if end - start > (len(rows) - alive_before) / 45 or label == "fp32 gradients":
             ax.text((start + end) / 2, top * 1.03, label, rotation=90, ha="center", va="bottom", fontsize=8)
     ax.axhline(top, color="black", lw=1, ls=":")
@@ -359,15 +378,34 @@ def plot_stages(runs, unit=1e6, name="MB", rank=None):
             floor = 0
             for category in ("optimizer", "parameters", "gradients"):
                 value = memory[category] / unit
-                ax.bar(at, value, 0.8, floor, color=COLORS[category], edgecolor="white", lw=0.5, label=category if at == 0 else None)
+                ax.bar(
+                    at,
+                    value,
+                    0.8,
+                    floor,
+                    color=COLORS[category],
+                    edgecolor="white",
+                    lw=0.5,
+                    label=category if at == 0 else None,
+                )
                 floor += value
             line = memory["formula"] / unit
             ax.plot([at - 0.47, at + 0.47], [line, line], color="black", lw=2, label="formula" if at == 0 else None)
-            ax.annotate(f"{floor:.2f}", (at, line), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9)
+            ax.annotate(
+                f"{floor:.2f}", (at, line), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9
+            )
             ticks.append(at)
             labels.append(f"rank {memory['rank']}")
             at += 1
-        ax.text((start + at - 1) / 2, -0.17, title, ha="center", va="top", transform=ax.get_xaxis_transform(), fontweight="bold")
+        ax.text(
+            (start + at - 1) / 2,
+            -0.17,
+            title,
+            ha="center",
+            va="top",
+            transform=ax.get_xaxis_transform(),
+            fontweight="bold",
+        )
         at += 0.6
     ax.set_xticks(ticks, labels)
     ax.set_ylabel(f"model states in {name}")
@@ -377,13 +415,23 @@ def plot_stages(runs, unit=1e6, name="MB", rank=None):
 
 
 def plot_against_ranks(series, unit=1e6, name="MB"):
-    """{title: [(ranks, {category: bytes}, formula)]}: one panel per stage, stacked bars measured, a marker for the formula."""
+    """{title: [(ranks, {category: bytes}, formula)]}: one panel per stage, stacked bars measured, a marker for the
+    formula."""
     fig, axes = plt.subplots(1, len(series), figsize=(11, 3.6), sharey=True)
     for ax, (title, points) in zip(axes, series.items()):
         floor = [0.0] * len(points)
         for category in ("optimizer", "parameters", "gradients"):
             values = [states[category] / unit for _, states, _ in points]
-            ax.bar(range(len(points)), values, 0.8, floor, color=COLORS[category], label=category, edgecolor="white", lw=0.5)
+            ax.bar(
+                range(len(points)),
+                values,
+                0.8,
+                floor,
+                color=COLORS[category],
+                label=category,
+                edgecolor="white",
+                lw=0.5,
+            )
             floor = [a + b for a, b in zip(floor, values)]
         line = [formula / unit for _, _, formula in points]
         ax.plot(range(len(points)), line, "D", color="black", mfc="white", ms=6, label="formula")
@@ -396,8 +444,8 @@ def plot_against_ranks(series, unit=1e6, name="MB"):
 
 
 def plot_spans(run, title="", ax=None, until=None):
-    """What each rank computes and what travels meanwhile, in the metered step. A bar of a collective goes from its launch to
-    the end of its wait; those at the same time stand on lines below each other."""
+    """What each rank computes and what travels meanwhile, in the metered step. A bar of a collective goes from its
+    launch to the end of its wait; those at the same time stand on lines below each other."""
     ranks = sorted({record["rank"] for record in run.of("span")})
     fig = None
     if ax is None:
@@ -405,7 +453,11 @@ def plot_spans(run, title="", ax=None, until=None):
     ticks, labels, y, seen = [], [], 0, set()
     for rank in ranks:
         spans = [s for s in run.of("span", rank) if until is None or s["start_ms"] < until]
-        groups = [("computes", ("forward", "backward")), ("gathers", ("all_gather",)), ("reduces", ("reduce_scatter", "all_reduce"))]
+        groups = [
+            ("computes", ("forward", "backward")),
+            ("gathers", ("all_gather",)),
+            ("reduces", ("reduce_scatter", "all_reduce")),
+        ]
         for name, kinds in groups:
             busy = []  # the end of the last bar on each line
             for span in sorted((s for s in spans if s["what"] in kinds), key=lambda s: s["start_ms"]):
@@ -415,8 +467,9 @@ def plot_spans(run, title="", ax=None, until=None):
                 color, hatch = SPANS[span["what"]]
                 label = span["what"].replace("_", "-") if span["what"] not in seen else None
                 seen.add(span["what"])
-                ax.barh(y - 0.22 * lines, span["end_ms"] - span["start_ms"], 0.2 if name != "computes" else 0.5, span["start_ms"],
-                        color=color, hatch=hatch, edgecolor="white", lw=0.5, label=label)  # fmt: skip
+                width, height = span["end_ms"] - span["start_ms"], 0.5 if name == "computes" else 0.2
+                style = {"color": color, "hatch": hatch, "edgecolor": "white", "lw": 0.5, "label": label}
+                ax.barh(y - 0.22 * lines, width, height, span["start_ms"], **style)
             if busy:
                 ticks.append(y)
                 labels.append(f"rank {rank} {name}")
@@ -427,13 +480,20 @@ def plot_spans(run, title="", ax=None, until=None):
     ax.set_title(title)
     handles, names = ax.get_legend_handles_labels()
     order = sorted(range(len(names)), key=lambda i: list(SPANS).index(names[i].replace("-", "_")))
-    ax.legend([handles[i] for i in order], [names[i] for i in order], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    ax.legend(
+        [handles[i] for i in order],
+        [names[i] for i in order],
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+    )
     return fig
 
 
 def place(meter, chosen=None):
-    """First fit: where every allocation of the trace would lie in one address space. Returns [(number, address, bytes, born,
-    died)] with positions in the trace, and the top of the space. The same rule as the script's Meter.heap()."""
+    """First fit: where every allocation of the trace would lie in one address space. Returns [(number, address,
+    bytes, born, died)] with positions in the trace, and the top of the space. The same rule as the script's
+    Meter.heap()."""
     gaps, placed, blocks, top = [(0, math.inf)], {}, [], 0
     clock = 0
     for key, change in meter.step:
@@ -460,12 +520,14 @@ def place(meter, chosen=None):
 
 
 def plot_heaps(meters, kept_only=False, unit=1e6, name="MB"):
-    """{title: meter}: every allocation as a rectangle, time to the right and addresses upwards. A black frame marks what M_D
-    is about: kept layer inputs and gradients."""
+    """{title: meter}: every allocation as a rectangle, time to the right and addresses upwards. A black frame marks
+    what M_D is about: kept layer inputs and gradients."""
     fig, axes = plt.subplots(1, len(meters), figsize=(11, 4.4), sharey=True)
     seen, highest = set(), 0
     for ax, (title, meter) in zip(axes, meters.items()):
-        numbers = {n for n, category in enumerate(meter.category) if category != "host" and (n in meter.kept or not kept_only)}
+        numbers = {
+            n for n, category in enumerate(meter.category) if category != "host" and (n in meter.kept or not kept_only)
+        }
         blocks, top = place(meter, numbers)
         live, space = meter.heap(numbers)
         assert top == space, "the picture and the script's own count place differently"
@@ -485,7 +547,13 @@ def plot_heaps(meters, kept_only=False, unit=1e6, name="MB"):
     shown = [category for category in COLORS if category in seen]
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[category]) for category in shown]
     handles += [plt.Line2D([], [], color="black", lw=1.5), plt.Line2D([], [], color="black", ls=":", lw=1.5)]
-    axes[-1].legend(handles, [*shown, "space taken", "peak of live bytes"], loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    axes[-1].legend(
+        handles,
+        [*shown, "space taken", "peak of live bytes"],
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+    )
     return fig
 
 
@@ -497,14 +565,21 @@ def plot_stacks(bars, unit=1e6, name="MB", label="", lines=None, lines_are="form
     for category, color in COLORS.items():
         values = [bar.get(category, 0) / unit for bar in bars.values()]
         if any(values):
-            ax.bar(range(len(bars)), values, 0.75, floor, color=GRAY if neutral else color, label=None if neutral else category,
-                   edgecolor="white", lw=0.5, hatch="///" if category == "host" else "")  # fmt: skip
+            style = {"color": GRAY} if neutral else {"color": color, "label": category}
+            hatch = "///" if category == "host" else ""
+            ax.bar(range(len(bars)), values, 0.75, floor, edgecolor="white", lw=0.5, hatch=hatch, **style)
             floor = [a + b for a, b in zip(floor, values)]
     for at, total in enumerate(floor):
         ax.text(at, total, f"{total:,.2f}", ha="center", va="bottom", fontsize=9)
     for at, title in enumerate(bars):
         if lines and title in lines:
-            ax.plot([at - 0.45, at + 0.45], [lines[title] / unit] * 2, color="black", lw=2, label=lines_are if at == 0 else None)
+            ax.plot(
+                [at - 0.45, at + 0.45],
+                [lines[title] / unit] * 2,
+                color="black",
+                lw=2,
+                label=lines_are if at == 0 else None,
+            )
     ax.set_xticks(range(len(bars)), list(bars))
     ax.set_ylabel(f"{label} in {name}")
     ax.set_ylim(0, 1.1 * max([*floor, *(line / unit for line in (lines or {}).values())]))
@@ -516,7 +591,9 @@ def plot_stacks(bars, unit=1e6, name="MB", label="", lines=None, lines_are="form
 def plot_lines(series, xlabel, ylabel):
     """{title: [(x, y), ...]} as lines with markers."""
     fig, ax = plt.subplots(figsize=(7.5, 3.6))
-    for (title, points), (style, color) in zip(series.items(), (("o-", "#332288"), ("s--", "#D55E00"), ("^:", "#56B4E9"), ("D-.", "#777777"))):
+    for (title, points), (style, color) in zip(
+        series.items(), (("o-", "#332288"), ("s--", "#D55E00"), ("^:", "#56B4E9"), ("D-.", "#777777"))
+    ):
         ax.plot(*zip(*points), style, color=color, label=title, lw=2, ms=7)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
@@ -530,8 +607,9 @@ def plot_lines(series, xlabel, ylabel):
 
 def cuda_allocator(meter):
     """Replays the step's allocations by the default rules of PyTorch's caching allocator for CUDA. Returns the peaks
-    (live, allocated, reserved). A block is a multiple of 512 bytes. It is cut from a segment: 2 MiB for blocks up to 1 MiB,
-    20 MiB for blocks below 10 MiB, else the block itself, rounded up to 2 MiB. Segments are never given back here."""
+    (live, allocated, reserved). A block is a multiple of 512 bytes. It is cut from a segment: 2 MiB for blocks up to
+    1 MiB, 20 MiB for blocks below 10 MiB, else the block itself, rounded up to 2 MiB. Segments are never given back
+    here."""
     MiB = 2**20
     free = {True: [], False: []}  # small or large pool -> [(size, segment, start)]
     placed, segments = {}, []
@@ -573,7 +651,9 @@ def resident_bytes():
     try:
         return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # not Linux
-        return 1024 * int(subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True).stdout)
+        return 1024 * int(
+            subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True).stdout
+        )
 
 
 def peak_moment(run):

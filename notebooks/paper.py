@@ -31,7 +31,7 @@ def simulate(script, ranks, **options):
 @functools.cache
 def run_once(script, ranks, options):
     run = lesson.simulate(script, ranks, **dict(options))
-    return run.one("memory") | {"psi": run.psi, "communication": run.one("communication"), "timeline": run.of("timeline")}
+    return run.one("memory") | {"psi": run.psi, "timeline": run.of("timeline"), "sent": run.one("communication")}
 
 
 def line(x, y, at):
@@ -108,13 +108,15 @@ def table_2_run(column, mp, layers):
 def at_the_update(run):
     """Bytes alive when all fp32 gradients are made."""
     moments = [moment for moment in run["timeline"] if moment["label"] == "fp32 gradients"]
-    return max(sum(moment[name] for name in ("parameters", "gradients", "optimizer", "activations", "buffers")) for moment in moments)
+    names = [name for name in lesson.COLORS if name != "host"]
+    return max(sum(moment[name] for name in names) for moment in moments)
 
 
 def largest(column, mp, what, limit=32):
-    """Billions of parameters, all mp parts together, at which the "states" or the "peak" reach the limit in GB: two runs,
-    and the straight line through them. Of the peak two lines: in small models it is in the backward pass, where a block's
-    temporaries are, and in large ones it may be at the update, where the fp32 gradients grow with the model."""
+    """Billions of parameters, all mp parts together, at which the "states" or the "peak" reach the limit in GB: two
+    runs, and the straight line through them. Of the peak two lines: in small models it is in the backward pass, where
+    a block's temporaries are, and in large ones it may be at the update, where the fp32 gradients grow with the
+    model."""
     runs = [table_2_run(column, mp, layers) for layers in (4, 8)]
     lines = [[run[what] for run in runs]] + ([[at_the_update(run) for run in runs]] if what == "peak" else [])
     return min(mp * solve([run["psi"] for run in runs], line, limit * GB) / 1e9 for line in lines)
@@ -123,9 +125,10 @@ def largest(column, mp, what, limit=32):
 def measured_why():
     """Why our real peak is not Table 2's measured half."""
     return (
-        "Ours counts live tensors at batch 1 with activation checkpoints: states, fp32 gradients (4 bytes a parameter of "
-        "the rank's share), one layer's temporaries. The paper's runs also hold what PyTorch's allocator caches and "
-        "cannot use, the CUDA context, NCCL's and their own buffers, and a larger batch: they reach 0.6 to 0.8 of the limit."
+        "Ours counts live tensors at batch 1 with activation checkpoints: states, fp32 gradients (4 bytes a parameter "
+        "of the rank's share), one layer's temporaries. The paper's runs also hold what PyTorch's allocator caches and "
+        "cannot use, the CUDA context, NCCL's and their own buffers, and a larger batch: they reach 0.6 to 0.8 of the "
+        "limit."
     )
 
 
@@ -157,8 +160,8 @@ def block_keeps(script="stage0_ddp.py", batch=GPT2_BATCH, **shape):
 
 
 def gpt2_activations():
-    """{what: GB} of §3.2 for GPT-2 1.5B, batch 32: kept without checkpoints, and with one a block; the fused fp32 buffer.
-    Counted on a few layers, times 48 of them."""
+    """{what: GB} of §3.2 for GPT-2 1.5B, batch 32: kept without checkpoints, and with one a block; the fused fp32
+    buffer. Counted on a few layers, times 48 of them."""
     run = simulate("zero_r.py", 1, config="none", layers=2, batch=GPT2_BATCH, **GPT2)
     buffers = []
     for layers in (2, 4):
@@ -223,9 +226,9 @@ def whole_input(batch):
 
 
 def differences(layers, batch):
-    """{step: (GB by our runs, GB by the argument)} for the steps of Figure 7: P_g frees gradients, 2Ψ/16·(1 - 1/25); P_a
-    frees fifteen sixteenths of a checkpoint a layer, and needs one whole input at a time again; P_a+cpu the rest. The
-    figure's 5.6 GB for P_a at 40B instead of our 12.3 fits one checkpoint every two layers: half of it, 6.2."""
+    """{step: (GB by our runs, GB by the argument)} for the steps of Figure 7: P_g frees gradients, 2Ψ/16·(1 - 1/25);
+    P_a frees fifteen sixteenths of a checkpoint a layer, and needs one whole input at a time again; P_a+cpu the rest.
+    The figure's 5.6 GB for P_a at 40B instead of our 12.3 fits one checkpoint every two layers: half of it, 6.2."""
     gradients = 2 * (12 * layers * 8192**2) / 16 * (1 - 1 / 25) / GB
     one, GBs = whole_input(batch), {config: peak(config, layers, batch) for config in CONFIGS}
     return {
@@ -237,9 +240,10 @@ def differences(layers, batch):
 
 
 def unexplained(layers=50, batch=16, every=1):
-    """{configuration: GB of Figure 7's bar that our run does not have}: the implementation's own buffers, and what its
-    allocator had cached. Nothing here is tuned to make it smaller. `every` = 2 takes half of the checkpoints away from our
-    number, as if every second layer kept one (worked out, not run): then all bars have about the same rest, 10 to 11 GB."""
+    """{configuration: GB of Figure 7's bar that our run does not have}: the implementation's own buffers, and what
+    its allocator had cached. Nothing here is tuned to make it smaller. `every` = 2 takes half of the checkpoints away
+    from our number, as if every second layer kept one (worked out, not run): then all bars have about the same rest,
+    10 to 11 GB."""
     kept = {"C1": 1, "C2": 1 / 16, "C3": 1, "C4": 1 / 16, "C5": 0}
     less = {config: (1 - 1 / every) * layers * whole_input(batch) * share for config, share in kept.items()}
     return {config: bar - peak(config, layers, batch) + less[config] for config, bar in FIGURE_7[layers, batch].items()}
@@ -252,14 +256,12 @@ TEN_TRILLION = {"layers": 512, "width": 40320, "heads": 320}  # 0.999e13
 
 
 def huge(shape, ranks=1024, mp=16, batch=1, config="full"):
-    """{states, peak, kept_host, psi, bytes sent} of a rank, on the straight line through 4 and 6 layers: with fewer, there
-    are never two whole blocks gathered while a third one's gradient is reduced."""
+    """{states, peak, kept_host, psi, bytes sent} of a rank, on the straight line through 4 and 6 layers: with fewer,
+    there are never two whole blocks gathered while a third one's gradient is reduced."""
     runs = [zero_r(config, **shape | {"layers": layers}, batch=batch, ranks=ranks, mp=mp) for layers in (4, 6)]
-    at = {key: line((4, 6), [run[key] for run in runs], shape["layers"]) for key in ("states", "peak", "kept_host", "psi")}
-    sent = [run["communication"] for run in runs]
-    at["data bytes"] = line((4, 6), [record["bytes"] for record in sent], shape["layers"])
-    at["tensor bytes"] = line((4, 6), [record["tensor"]["bytes"] for record in sent], shape["layers"])
-    return at
+    at = [run | {"data bytes": run["sent"]["bytes"], "tensor bytes": run["sent"]["tensor"]["bytes"]} for run in runs]
+    keys = ("states", "peak", "kept_host", "psi", "data bytes", "tensor bytes")
+    return {key: line((4, 6), [run[key] for run in at], shape["layers"]) for key in keys}
 
 
 # GB/s that one GPU has to the other nodes: the paper's 25 nodes of 16 have 800 Gb/s each (§10.1).

@@ -176,7 +176,8 @@ def spoil(stage):
     def state(layers, adam):
         """A hash of all that a step may change."""
         moments = [tensor for layer in layers for tensor in adam.state[layer.master].values()]
-        kept = [getattr(layer, name) for layer in layers for name in ("flat", "shard", "master") if hasattr(layer, name)]
+        names = ("flat", "shard", "master")
+        kept = [getattr(layer, name) for layer in layers for name in names if hasattr(layer, name)]
         return hashlib.sha256(b"".join(tensor.detach().float().numpy().tobytes() for tensor in kept + moments)).digest()
 
     stage.Layer, stage.train_step = Layer, watched_step

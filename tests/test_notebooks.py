@@ -82,7 +82,9 @@ def test_what_is_stored(path):
     assert counts == list(range(1, len(counts) + 1))
     stored = outputs(notebook)
     assert not [o for o in stored if o.output_type == "error" or o.get("name") == "stderr"]
-    words = json.dumps([{**o, "data": {k: v for k, v in o.get("data", {}).items() if "image" not in k}} for o in stored])
+    words = json.dumps(
+        [{**o, "data": {k: v for k, v in o.get("data", {}).items() if "image" not in k}} for o in stored]
+    )
     assert os.uname().nodename not in words and str(pathlib.Path.home()) + "/" not in words
     words += "".join(cell.source for cell in notebook.cells)
     assert "Warning" not in words and "WARNING" not in words

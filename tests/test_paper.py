@@ -84,8 +84,9 @@ def test_the_peak_is_affine_in_the_layers():
 
 
 def test_activations_of_gpt2():
-    """Footnote 3's 12 elements a token and channel, in 16 bits, are the 60 GB. A block here keeps 16 of them (GELU, the
-    norms' outputs and the copy of the heads' outputs included). A checkpoint a block is 5 GB; the printed 8 need more."""
+    """Footnote 3's 12 elements a token and channel, in 16 bits, are the 60 GB. A block here keeps 16 of them (GELU,
+    the norms' outputs and the copy of the heads' outputs included). A checkpoint a block is 5 GB; the printed 8 need
+    more."""
     ours = paper.gpt2_activations()
     assert paper.block_keeps() / (32 * 1024 * 1600 * 2) == pytest.approx(16, rel=0.01)
     assert ours["without checkpoints"] == pytest.approx(60 * 16 / 12, rel=0.02)
@@ -174,7 +175,8 @@ def test_ten_trillion():
 def test_what_80_gb_change():
     """All that is proportional grows by 80/32, and the states of a trillion fit on 200 ranks in place of 500."""
     for column in paper.COLUMNS:
-        assert paper.largest(column, 1, "states", 80) == pytest.approx(2.5 * paper.largest(column, 1, "states"), rel=0.02)
+        on_80, on_32 = (paper.largest(column, 1, "states", limit) for limit in (80, 32))
+        assert on_80 == pytest.approx(2.5 * on_32, rel=0.02)
     for limit, ranks in ((32, 500), (80, 200)):
         assert paper.states("1T", 3, ranks) <= limit + 0.01 < paper.states("1T", 3, ranks - 1)
     for config in paper.CONFIGS:

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from launch import ROOT, STAGES, TINY, launch
+from test_diffs import diff
 
 README = (ROOT / "README.md").read_text()
 FILES = (*STAGES, "zero_r.py")
@@ -23,8 +24,7 @@ def test_two_commands_do_everything():
 @pytest.mark.parametrize("k", range(4))
 def test_sizes_of_the_diffs(k):
     one, two = FILES[k], FILES[k + 1]
-    diff = subprocess.run(["git", "diff", "--no-index", "--numstat", one, two], cwd=ROOT, capture_output=True, text=True)
-    added, removed, _ = diff.stdout.split(maxsplit=2)
+    added, removed, _ = diff(one, two, "--numstat").split(maxsplit=2)
     assert f"`git diff --no-index {one} {two}` | <!-- diff {k} -->{int(added) + int(removed)}<!-- --> |" in README
 
 
@@ -65,12 +65,10 @@ def test_two_nodes():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "zero"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", STAGES[3], *TINY]
-    nodes = [
-        subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-        for _ in range(2)
-    ]  # fmt: skip
+    options = f"--nnodes 2 --nproc-per-node 1 --rdzv-id zero --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
+    command = [sys.executable, "-m", "torch.distributed.run", *options.split(), STAGES[3], *TINY]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) for _ in range(2)]
     try:
         outputs = [node.communicate(timeout=120) for node in nodes]
     finally:

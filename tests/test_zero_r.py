@@ -103,7 +103,7 @@ def buffers(layers, width, *switches):
 
 @pytest.mark.parametrize("config", ("C1", "full"))
 def test_buffers_do_not_grow_with_the_model(config):
-    small, deeper, wider = (buffers(layers, width, "--config", config) for layers, width in ((4, 256), (8, 256), (4, 512)))
+    small, deeper, wider = (buffers(*shape, "--config", config) for shape in ((4, 256), (8, 256), (4, 512)))
     assert small == deeper == wider <= 4 * 4 * PIECE + 256
 
 
@@ -160,7 +160,7 @@ def test_order_of_figure_7():
 @pytest.mark.parametrize(("shape", "micro_batches"), [((2, 2), 1), ((2, 2), 2)])
 def test_volume_within_the_replica(config, shape, micro_batches):
     """§8: 6 all-reduces of B x T x C a block, each 2(M-1)/M of it; P_a gathers it once, which is 1/12 of that."""
-    run, (N, M) = zero_r(config, shape=shape, dtype="float32", micro_batches=micro_batches, simulate=True), shape
+    run, (_, M) = zero_r(config, shape=shape, dtype="float32", micro_batches=micro_batches, simulate=True), shape
     (cfg,), (record,) = run.of("config"), run.of("communication")
     tensor, reduced = record["tensor"], record["tensor"]["collectives"]["all_reduce"]
     one = micro_batches * cfg["layers"] * cfg["batch"] * cfg["context"] * cfg["width"] * (M - 1) // M
