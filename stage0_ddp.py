@@ -2,7 +2,7 @@
 
 Every rank holds everything. With Ψ parameters in the mixed precision of §3.1, a rank keeps
 
-    parameters  2Ψ bytes    16-bit, what forward and backward read
+    parameters  2Ψ bytes    16-bit
     gradients   2Ψ bytes    16-bit
     optimizer  12Ψ bytes    fp32 master copy, momentum and variance of Adam: K = 12
 
@@ -277,6 +277,7 @@ class Collectives:
         self.count("scalars", scalars.numel(), scalars.element_size())
         start = self.meter.now()
         dist.all_reduce(scalars, group=self.group)
+        self.meter.settle([scalars])
         self.waits.append((start, self.meter.now()))
         return scalars
 
@@ -437,7 +438,7 @@ class Layer:
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg):
-        """GPT-2's initial weights (padded,) fp32, the same on every rank and device. The padding must be zero."""
+        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
         seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
         generator = torch.Generator().manual_seed(seed)
         full = torch.zeros(self.padded)
@@ -524,7 +525,7 @@ def train_step(layers, adam, batches, cfg, comm, meter):
 
     def finish_reduction():
         for layer, wait in reducing:
-            layer.grad[layer.own] = wait().to(dtype)
+            layer.grad[layer.own] = wait().to(dtype)  # the rounding of what is sent
             # §7.1: the second half of the all-reduce gives every rank the whole average.
             finish_gather()
             full = meter.name(layer.grad.to(dtype), "gradients")
@@ -581,7 +582,7 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     adam.grad_scale = (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
+    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
     for layer in layers:
         layer.master.grad = layer.grad.float()
     meter.mark("fp32 gradients")

@@ -1,7 +1,7 @@
 """Stage 1: optimizer state partitioning, P_os (§5.1).
 
-Adam's fp32 copy, momentum and variance are 12 of the 16 bytes per parameter, and every rank of stage 0 keeps and
-updates all of them, to the same result. Here a rank keeps them for its slice alone, 1/N of every layer:
+Adam's fp32 copy, momentum and variance are 12 of the 16 bytes per parameter, and every rank of stage 0 keeps all of
+them and computes the same updates. Here a rank keeps them for its slice alone, 1/N of every layer:
 
     parameters  2Ψ bytes    16-bit
     gradients   2Ψ bytes    16-bit
@@ -12,7 +12,7 @@ two halves of the all-reduce: the all-gather then collects new parameters instea
 2Ψ(N-1)/N (§7.2.1).
 
 The paper gives a rank one contiguous part of the model. Here every layer is cut N ways, as FSDP does: the same bytes
-and volume, balanced by itself.
+and volume, and every rank has equal work.
 
     torchrun --standalone --nproc-per-node 2 stage1_os.py       # two processes: NCCL on GPUs, else gloo on CPU
     python stage1_os.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
@@ -281,6 +281,7 @@ class Collectives:
         self.count("scalars", scalars.numel(), scalars.element_size())
         start = self.meter.now()
         dist.all_reduce(scalars, group=self.group)
+        self.meter.settle([scalars])
         self.waits.append((start, self.meter.now()))
         return scalars
 
@@ -442,7 +443,7 @@ class Layer:
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg):
-        """GPT-2's initial weights (padded,) fp32, the same on every rank and device. The padding must be zero."""
+        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
         seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
         generator = torch.Generator().manual_seed(seed)
         full = torch.zeros(self.padded)
@@ -531,7 +532,7 @@ def train_step(layers, adam, batches, cfg, comm, meter):
 
     def finish_reduction():
         for layer, wait in reducing:
-            layer.grad[layer.own] = wait().to(dtype)
+            layer.grad[layer.own] = wait().to(dtype)  # the rounding of what is sent
         reducing.clear()
 
     for micro, (tokens, y) in enumerate(batches):
@@ -570,15 +571,15 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     finish_reduction()
     meter.mark("before the optimizer step")
 
-    squares = sum_of_squares([layer.grad[layer.own] for layer in layers])  # §5.1: a rank knows the average of its slice
-    loss, squares = comm.all_reduce_scalars(torch.stack([loss, squares]))
+    squares = sum_of_squares([layer.grad[layer.own] for layer in layers])
+    loss, squares = comm.all_reduce_scalars(torch.stack([loss, squares]))  # §5.1: a rank has only its slice
     norm = squares.sqrt().float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
     adam.grad_scale = (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
+    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
     for layer in layers:
         layer.master.grad = layer.grad[layer.own].float()  # §5.1
     meter.mark("fp32 gradients")

@@ -7,12 +7,12 @@ is whole only from its backward to the end of its reduction: each slice goes to 
     gradients   2Ψ/N bytes  16-bit
     optimizer  12Ψ/N bytes  fp32 master copy, momentum and variance of Adam: K = 12
 
-The volume stays 2Ψ(N-1)/N (§7.2.1) with one micro-batch. With m of them each is reduced by itself, since the whole
+The volume stays 2Ψ(N-1)/N (§7.2.1) with one micro-batch. With m of them there are m reductions, since the whole
 gradient is gone before the next begins, and the volume is (m+1)Ψ(N-1)/N; stage 1 sums whole gradients first, and
 pays for that with memory.
 
 The paper gives a rank one contiguous part of the model. Here every layer is cut N ways, as FSDP does: the same bytes
-and volume, balanced by itself.
+and volume, and every rank has equal work.
 
     torchrun --standalone --nproc-per-node 2 stage2_grad.py     # two processes: NCCL on GPUs, else gloo on CPU
     python stage2_grad.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
@@ -281,6 +281,7 @@ class Collectives:
         self.count("scalars", scalars.numel(), scalars.element_size())
         start = self.meter.now()
         dist.all_reduce(scalars, group=self.group)
+        self.meter.settle([scalars])
         self.waits.append((start, self.meter.now()))
         return scalars
 
@@ -442,7 +443,7 @@ class Layer:
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg):
-        """GPT-2's initial weights (padded,) fp32, the same on every rank and device. The padding must be zero."""
+        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
         seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
         generator = torch.Generator().manual_seed(seed)
         full = torch.zeros(self.padded)
@@ -504,7 +505,7 @@ def paper_states(psi, world_size, cfg):
 def paper_volume(layers, world_size, cfg):
     """Elements that a rank sends in a step, and the formula in words."""
     psi = sum(layer.psi for layer in layers)
-    m = cfg.micro_batches  # §7.2.1: reduce-scatter Ψ + all-gather Ψ; §5.2: a reduce-scatter for each micro-batch
+    m = cfg.micro_batches  # §7.2.1: reduce-scatter Ψ + all-gather Ψ; the former once for each micro-batch
     return (m + 1) * psi * (world_size - 1) / world_size, "(m+1)Ψ(N-1)/N"
 
 
@@ -533,8 +534,8 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     def finish_reduction():
         for layer, wait in reducing:
             # §5.2: of the gradient, only the slice that this rank updates stays. Slices add up over the micro-batches.
-            shard = wait().to(grad_dtype)
-            layer.grad = shard if layer.grad is None else layer.grad.add_(shard)
+            average = wait().to(grad_dtype)
+            layer.grad = average if layer.grad is None else layer.grad.add_(average)
             meter.name(layer.grad, "gradients")
         reducing.clear()
 
@@ -561,7 +562,7 @@ def train_step(layers, adam, batches, cfg, comm, meter):
                     loss += out.detach() / len(batches)
                 # The graph behind `out` keeps the parameters and activations it was made from: let go of all of it.
                 del flat, x, wanted, out
-            # §5.2: reduce at once, in every micro-batch, and while the next layer computes. First finish the reduction
+            # §5.2: reduce right away, in every micro-batch, while the next layer computes. First finish the reduction
             # before it: two at once would hold two pairs of send and receive buffers.
             finish_reduction()
             reducing.append((layer, comm.reduce_scatter(flat_grad, layer.name)))
@@ -569,17 +570,17 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     finish_reduction()
     meter.mark("before the optimizer step")
 
-    squares = sum_of_squares([layer.grad for layer in layers])  # §5.1: a rank knows the average of its slice
-    loss, squares = comm.all_reduce_scalars(torch.stack([loss, squares]))
+    squares = sum_of_squares([layer.grad for layer in layers])
+    loss, squares = comm.all_reduce_scalars(torch.stack([loss, squares]))  # §5.1: a rank has only its slice
     norm = squares.sqrt().float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
     adam.grad_scale = (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
+    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
     for layer in layers:
-        layer.master.grad = layer.grad.float()  # §5.1
+        layer.master.grad = layer.grad.float()  # §5.2: it is the slice already
     meter.mark("fp32 gradients")
     adam.step()
     meter.mark("Adam")

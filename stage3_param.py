@@ -6,13 +6,13 @@ A rank of stage 2 keeps all 16-bit parameters, though it computes with one layer
     gradients   2Ψ/N bytes  16-bit
     optimizer  12Ψ/N bytes  fp32 master copy, momentum and variance of Adam: K = 12
 
-that is 16Ψ/N. A layer's parameters are gathered from their owners one layer ahead of the computation, used, and
-released; in the forward pass, and once more in the backward pass. In return nothing is gathered after the step. So a
-step moves 3Ψ(N-1)/N elements in place of 2Ψ(N-1)/N (§7.2.2), with m micro-batches m times that; less the head's
-share of one gather, because the head's forward is part of the backward pass here.
+that is 16Ψ/N. A layer's parameters are gathered from their owners one layer ahead of the computation, used and
+released, in the forward pass and once more in the backward pass. In return nothing is gathered after the step. So a
+micro-batch moves 3Ψ(N-1)/N elements (§7.2.2), less the head's share of one gather, because the head's forward is part
+of the backward pass here; with a single one that is 3Ψ in place of 2Ψ.
 
 The paper gives a rank one contiguous part of the model. Here every layer is cut N ways, as FSDP does: the same bytes
-and volume, balanced by itself.
+and volume, and every rank has equal work.
 
     torchrun --standalone --nproc-per-node 2 stage3_param.py    # two processes: NCCL on GPUs, else gloo on CPU
     python stage3_param.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
@@ -281,6 +281,7 @@ class Collectives:
         self.count("scalars", scalars.numel(), scalars.element_size())
         start = self.meter.now()
         dist.all_reduce(scalars, group=self.group)
+        self.meter.settle([scalars])
         self.waits.append((start, self.meter.now()))
         return scalars
 
@@ -441,7 +442,7 @@ class Layer:
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg):
-        """GPT-2's initial weights (padded,) fp32, the same on every rank and device. The padding must be zero."""
+        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
         seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
         generator = torch.Generator().manual_seed(seed)
         full = torch.zeros(self.padded)
@@ -533,8 +534,8 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     def finish_reduction():
         for layer, wait in reducing:
             # §5.2: of the gradient, only the slice that this rank updates stays. Slices add up over the micro-batches.
-            shard = wait().to(grad_dtype)
-            layer.grad = shard if layer.grad is None else layer.grad.add_(shard)
+            average = wait().to(grad_dtype)
+            layer.grad = average if layer.grad is None else layer.grad.add_(average)
             meter.name(layer.grad, "gradients")
         reducing.clear()
 
@@ -547,10 +548,10 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     for tokens, y in batches:
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
         x, inputs = tokens, [tokens]
-        ahead = gather(layers[0])
+        wait = gather(layers[0])
         for layer, following in zip(layers, layers[1:]):
-            flat = ahead()
-            ahead = gather(following)  # §5.3: it travels while this layer computes
+            flat = wait()
+            wait = gather(following)  # §5.3: it travels while this layer computes
             with meter.computing("forward", layer.name):
                 x = layer(flat, x, y)
             inputs.append(x)
@@ -559,8 +560,8 @@ def train_step(layers, adam, batches, cfg, comm, meter):
         # Backward, in reverse order: recompute a layer from its input, differentiate, forget.
         dx = [torch.full((), 1 / len(batches), device=meter.device)]  # the loss is the mean over the micro-batches
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
-            flat, x = ahead(), inputs.pop()
-            ahead = gather(following) if following else None  # §5.3: the same in reverse
+            flat, x = wait(), inputs.pop()  # the head's gather was started in the forward pass
+            wait = gather(following) if following else None  # §5.3: the same in reverse
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
                 with torch.enable_grad():
@@ -571,7 +572,7 @@ def train_step(layers, adam, batches, cfg, comm, meter):
                     loss += out.detach() / len(batches)
                 # The graph behind `out` keeps the parameters and activations it was made from: let go of all of it.
                 del flat, x, wanted, out
-            # §5.2: reduce at once, in every micro-batch, and while the next layer computes. First finish the reduction
+            # §5.2: reduce right away, in every micro-batch, while the next layer computes. First finish the reduction
             # before it: two at once would hold two pairs of send and receive buffers.
             finish_reduction()
             reducing.append((layer, comm.reduce_scatter(flat_grad, layer.name)))
@@ -579,23 +580,23 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     finish_reduction()
     meter.mark("before the optimizer step")
 
-    squares = sum_of_squares([layer.grad for layer in layers])  # §5.1: a rank knows the average of its slice
-    loss, squares = comm.all_reduce_scalars(torch.stack([loss, squares]))
+    squares = sum_of_squares([layer.grad for layer in layers])
+    loss, squares = comm.all_reduce_scalars(torch.stack([loss, squares]))  # §5.1: a rank has only its slice
     norm = squares.sqrt().float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
     adam.grad_scale = (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
+    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
     for layer in layers:
-        layer.master.grad = layer.grad.float()  # §5.1
+        layer.master.grad = layer.grad.float()  # §5.2: it is the slice already
     meter.mark("fp32 gradients")
     adam.step()
     meter.mark("Adam")
     for layer in layers:
         layer.grad = layer.master.grad = None
-        layer.shard.copy_(layer.master)  # §5.3: no gather here, the next forward collects what it needs
+        layer.shard.copy_(layer.master)  # §5.3: the next forward gathers what it needs
     meter.mark("parameters updated")
     return (loss / comm.world_size).float(), norm
 

@@ -1,7 +1,7 @@
 """ZeRO-R: the residual states (§6), on top of stage 3, on data x tensor parallel ranks.
 
 `--mp M` makes every M neighbouring ranks one replica, whose blocks are cut M ways as Megatron cuts them; ZeRO-DP works
-among the N ranks that hold the same part, of Ψ parameters. What the model states leave in the way is then removed:
+among the N ranks that hold the same part, and Ψ counts one part. ZeRO-R then shrinks the rest of the memory:
 
     P_a  --pa on  §6.1  of a layer input that all M ranks of a replica keep, each keeps 1/M (--pa cpu: in host memory)
     C_B  --cb on  §6.2  fused buffers have a constant size (--buffer-elements), not one that grows with the model
@@ -138,7 +138,7 @@ def parse_args():
         if cfg.mp < 1 or number % cfg.mp:
             fail(f"--mp {cfg.mp} does not divide {what} {number}: each tensor-parallel rank takes an equal part")
     if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:
-        fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, 16 or more for each data rank")
+        fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, and {16 * ranks // cfg.mp} or more")
     for name, value in zip(("partition", "pa", "cb", "md"), CONFIGS[cfg.config]):
         if getattr(cfg, name) == "auto":
             setattr(cfg, name, value)
@@ -201,25 +201,25 @@ CUT |= {"attention_proj.weight": 1, "mlp_proj.weight": 1}  # by inputs
 
 
 class Spread(torch.autograd.Function):
-    """Where the replica's ranks part: the identity. Backward adds up what each rank's part asks of the common input."""
+    """Megatron's f, into the layers that are cut: the identity. Backward sums the gradients of the replica's ranks."""
 
     @staticmethod
-    def forward(ctx, x, tensor):
-        ctx.tensor = tensor
+    def forward(ctx, x, replica):
+        ctx.replica = replica
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dx):
-        return ctx.tensor.all_reduce(dx), None
+        return ctx.replica.all_reduce(dx), None  # in place: the linear layer has made dx for this alone
 
 
 class Join(torch.autograd.Function):
-    """Where they meet again: the sum of the ranks' parts. Backward is the identity."""
+    """Megatron's g, out of them: the sum of the ranks' outputs. Backward is the identity."""
 
     @staticmethod
-    def forward(ctx, x, tensor):
+    def forward(ctx, x, replica):
         ctx.mark_dirty(x)
-        return tensor.all_reduce(x)
+        return replica.all_reduce(x)
 
     @staticmethod
     def backward(ctx, dx):
@@ -227,9 +227,9 @@ class Join(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, tensor):
+    def __init__(self, cfg, replica):
         super().__init__()
-        self.heads, self.tensor = cfg.heads // cfg.mp, tensor
+        self.heads, self.replica = cfg.heads // cfg.mp, replica
         self.attention_norm = nn.LayerNorm(cfg.width)
         self.qkv = nn.Linear(cfg.width, 3 * cfg.width // cfg.mp)
         self.attention_proj = nn.Linear(cfg.width // cfg.mp, cfg.width)
@@ -239,15 +239,15 @@ class Block(nn.Module):
 
     def project(self, linear, x):
         """The part of a projection that this rank has the inputs for, summed over ranks; the bias enters once."""
-        return Join.apply(F.linear(x, linear.weight), self.tensor) + linear.bias
+        return Join.apply(F.linear(x, linear.weight), self.replica) + linear.bias
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        qkv = self.qkv(Spread.apply(self.attention_norm(x), self.tensor))
+        qkv = self.qkv(Spread.apply(self.attention_norm(x), self.replica))
         q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(self.attention_proj, heads.transpose(1, 2).reshape(B, T, -1))
-        hidden = F.gelu(self.mlp_up(Spread.apply(self.mlp_norm(x), self.tensor)), approximate="tanh")
+        hidden = F.gelu(self.mlp_up(Spread.apply(self.mlp_norm(x), self.replica)), approximate="tanh")
         return x + self.project(self.mlp_proj, hidden)
 
 
@@ -318,7 +318,7 @@ class Collectives:
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
     def all_reduce(self, x):
-        """Sums an activation over the ranks, in place. The next operation needs it, so nothing can hide it (§8)."""
+        """Sums an activation or its gradient over the ranks, in place. The next operation waits for it."""
         flat = x.view(-1)
         works = [dist.all_reduce(flat, group=self.group, async_op=True)]
         return self.started("all_reduce", "", flat, works, [flat], lambda: x, halves=2)()
@@ -348,6 +348,7 @@ class Collectives:
         self.count("scalars", scalars.numel(), scalars.element_size())
         start = self.meter.now()
         dist.all_reduce(scalars, group=self.group)
+        self.meter.settle([scalars])
         self.waits.append((start, self.meter.now()))
         return scalars
 
@@ -481,7 +482,7 @@ class Meter(TorchDispatchMode):
 
     def heap(self, chosen):
         """§6.3: replays the chosen storages in one address space, each placed in the first gap that holds it. Returns
-        the peak of their live bytes and the space it took: what is more is fragmentation."""
+        the peak of their live bytes and the highest address in use: the excess is fragmentation."""
         gaps, placed, live, most, top = [(0, math.inf)], {}, 0, 0, 0
         for key, size in self.trace:
             if isinstance(key, str) or size == 0 or key not in chosen:
@@ -505,10 +506,10 @@ class Meter(TorchDispatchMode):
     def residual(self):
         """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a heap
         takes over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
-        device = [number for number, category in enumerate(self.category) if category != "host"]
+        device = {number for number, category in enumerate(self.category) if category != "host"}
         found = {"kept": self.heap({n for n in self.kept if self.category[n] == "activations"})[0]}
         found["kept_host"] = self.heap({n for n in self.kept if self.category[n] == "host"})[0]
-        for name, chosen in (("fragmentation", set(device)), ("fragmentation_kept", self.kept.intersection(device))):
+        for name, chosen in (("fragmentation", device), ("fragmentation_kept", self.kept & device)):
             live, space = self.heap(chosen)
             found[name] = space / live - 1
         return found
@@ -556,7 +557,7 @@ class Layer:
         self.grad = None  # from backward to the end of the step
 
     def initial_weights(self, cfg, replica):
-        """GPT-2's initial weights (padded,) fp32, the same on every rank and device. The padding must be zero."""
+        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
         seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
         generator = torch.Generator().manual_seed(seed)
         full = torch.zeros(self.padded)
@@ -602,14 +603,14 @@ def make_layers(cfg, comm, device, compute):
 def master_pieces(layers, cfg):
     """[[(layer, start, piece of its master copy), ...], ...]: what Adam updates, in groups that it updates in one go.
     §6.2, C_B: a group is a piece of constant size, and so is its fp32 gradient. Otherwise it is the whole model."""
-    size = cfg.buffer_elements if cfg.cb == "on" else sys.maxsize
+    size = cfg.buffer_elements if cfg.cb == "on" else 2**60
     pieces = [(layer, i * size, piece) for layer in layers for i, piece in enumerate(layer.master.split(size))]
     return [[piece] for piece in pieces] if cfg.cb == "on" else [pieces]
 
 
 def allocate_once(layers, cfg, comm, device):
     """§6.3, M_D: two contiguous buffers for what lives long, handed to the layers in slots; returned for the meter.
-    What comes and goes between long-lived tensors leaves holes that nothing larger fits into; apart they leave none."""
+    What comes and goes between tensors that stay leaves holes too small for what is larger; kept apart, it does not."""
     if cfg.md == "off":
         return []
     grad_dtype = layers[0].dtype if cfg.micro_batches == 1 else torch.float32
@@ -681,7 +682,7 @@ def sum_of_squares(vectors, cfg):
     and every stage gets the same norm to the last bit. In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        # §6.2, C_B: half the elements at twice the bytes.
+        # §6.2, C_B: half the elements of a buffer, since each takes 8 bytes where a buffer's takes 4.
         for piece in vector.split(cfg.buffer_elements // 2) if cfg.cb == "on" else vector.chunk(4):
             total += piece.double().square_().sum()
     return total
@@ -700,7 +701,7 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     reducing = []  # the reduction under way: (layer, pieces, wait), at most one
 
     def start_reduction(layer, full):
-        """§6.2, C_B: piece by piece, each at most a buffer of what goes to all ranks; the first one starts now."""
+        """§6.2, C_B: in pieces of a buffer, each a stretch of every rank's slice; one starts now, the rest in turn."""
         each = cfg.buffer_elements // comm.world_size
         pieces = full.view(comm.world_size, -1).split(each, 1) if cfg.cb == "on" else [full]
         reducing.append((layer, pieces, comm.reduce_scatter(pieces[0].flatten(), layer.name)))
@@ -708,15 +709,14 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     def finish_reduction():
         for layer, pieces, wait in reducing:
             # §5.2: of the gradient, only the slice that this rank updates stays. Slices add up over the micro-batches.
-            fresh = layer.grad is None or cfg.partition == "os"
-            if layer.grad is None:
-                layer.grad = empty_gradient(layer)
+            fresh = layer.grad is None or cfg.partition == "os"  # P_os: the average takes the place of the own sum
+            layer.grad = empty_gradient(layer) if layer.grad is None else layer.grad
             start = 0
             for following in [*pieces[1:], None]:
-                shard = wait()
-                end = start + shard.numel()
-                own_grad(layer)[start:end].copy_(shard) if fresh else own_grad(layer)[start:end].add_(shard)
-                start, shard, wait = end, None, None
+                average = wait()
+                end = start + average.numel()
+                own_grad(layer)[start:end].copy_(average) if fresh else own_grad(layer)[start:end].add_(average)
+                start, average, wait = end, None, None
                 if following is not None:
                     wait = comm.reduce_scatter(following.flatten(), layer.name)
         reducing.clear()
@@ -725,7 +725,7 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
         return layer.grad[layer.own] if cfg.partition == "os" else layer.grad
 
     def empty_gradient(layer):
-        """§6.3, M_D: the layer's slot in the contiguous buffer, or memory wherever there is some."""
+        """§6.3, M_D: the layer's slot in the contiguous buffer, or new memory."""
         size = layer.padded if cfg.partition == "os" else layer.shard.numel()
         new = layer.grad_slot if cfg.md == "on" else torch.empty(size, dtype=grad_dtype, device=meter.device)
         return meter.keep(new, "gradients")
@@ -743,14 +743,15 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
         if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
             return lambda x=meter.keep(x, "activations"): x
         shape, part = x.shape, x.numel() // M
-        own = slice(comm.replica.rank % M * part, (comm.replica.rank % M + 1) * part)
+        own = slice(comm.replica.rank % M * part, (comm.replica.rank % M + 1) * part)  # M = 1: all of it
         kept = layer.input_slot if cfg.md == "on" else empty_inputs(part, x.dtype, cfg, x.device)
         meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
         kept.copy_(x.flatten()[own], non_blocking=True)
+
         def bring_back():
             if M == 1 and cfg.pa != "cpu":
                 return kept.view(shape)
-            full = meter.name(torch.empty(part * M, dtype=dtype, device=meter.device), "activations")
+            full = meter.name(torch.empty(part * M, dtype=kept.dtype, device=meter.device), "activations")
             full[own].copy_(kept, non_blocking=True)
             return (comm.replica.all_gather(full, layer.name)() if M > 1 else full).view(shape)
 
@@ -767,10 +768,10 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     for micro, (tokens, y) in enumerate(batches):
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
         x, inputs = tokens, [keep(tokens, layers[0])]
-        ahead = gather(layers[0])
+        wait = gather(layers[0])
         for layer, following in zip(layers, layers[1:]):
-            flat = ahead()
-            ahead = gather(following)  # §5.3: it travels while this layer computes
+            flat = wait()
+            wait = gather(following)  # §5.3: it travels while this layer computes
             with meter.computing("forward", layer.name):
                 x = layer(flat, x, y)
             inputs.append(keep(x, following))
@@ -779,8 +780,8 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
         # Backward, in reverse order: recompute a layer from its input, differentiate, forget.
         dx = [torch.full((), 1 / len(batches), device=meter.device)]  # the loss is the mean over the micro-batches
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
-            flat, x = ahead(), inputs.pop()()  # §6.1: whole again, one at a time
-            ahead = gather(following) if following else None  # §5.3: the same in reverse
+            flat, x = wait(), inputs.pop()()  # §6.1: whole again, one at a time
+            wait = gather(following) if following else None  # §5.3: the same in reverse
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
                 with torch.enable_grad():
@@ -791,7 +792,7 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
                     loss += out.detach() / len(batches)
                 # The graph behind `out` keeps the parameters and activations it was made from: let go of all of it.
                 del flat, x, wanted, out
-            # §5.2: reduce at once, in every micro-batch, and while the next layer computes. First finish the reduction
+            # §5.2: reduce right away, in every micro-batch, while the next layer computes. First finish the reduction
             # before it: two at once would hold two pairs of send and receive buffers.
             finish_reduction()
             if cfg.partition != "os":
@@ -813,14 +814,14 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     cut = [own_grad(layer)[: max(0, layer.cut - layer.own.start)] for layer in layers]
     replicated = [own_grad(layer)[max(0, layer.cut - layer.own.start) :] for layer in layers]
     sums = torch.stack([loss, sum_of_squares(cut, cfg), sum_of_squares(replicated, cfg)])
-    loss, cut, replicated = comm.all_reduce_scalars(sums)  # §5.1: a rank knows the average of its slice
-    norm = (comm.replica.all_reduce_scalars(cut.clone()) + replicated).sqrt().float()
+    loss, squares_cut, squares = comm.all_reduce_scalars(sums)  # §5.1: a rank has only its slice
+    norm = (comm.replica.all_reduce_scalars(squares_cut) + squares).sqrt().float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
     adam.grad_scale = (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients in fp32. All of them at once are the fused buffer of 4Ψ bytes that §3.2 complains of.
+    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
     # §6.2: with C_B a group is one piece of constant size.
     for group in groups:
         adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk through all
@@ -832,7 +833,7 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     meter.mark("Adam")
     for layer in layers:
         layer.grad = None
-        layer.shard.copy_(layer.master)  # §5.3: no gather here, the next forward collects what it needs
+        layer.shard.copy_(layer.master)  # §5.3: the next forward gathers what it needs
     for wait in [comm.all_gather(layer.flat, layer.name) for layer in layers if layer.flat is not None]:
         wait()  # §5.1: P_os and P_os+g hand out the updated slices here
     meter.mark("parameters updated")

@@ -46,8 +46,8 @@ FAULTS = [  # (name, file, what stands there, what stands there by mistake, the 
     ),
     (
         "shard overwritten, not accumulated", "stage2_grad.py",
-        "layer.grad = shard if layer.grad is None else layer.grad.add_(shard)",
-        "layer.grad = shard",
+        "layer.grad = average if layer.grad is None else layer.grad.add_(average)",
+        "layer.grad = average",
         same_with_micro_batches,
         "It trains on the last of m micro-batches and throws the others' work away: the loss falls as with one.",
     ),
