@@ -640,7 +640,7 @@ def run(cfg, data, device, log):
     compute = choose_compute(cfg, device)
     layers = make_layers(cfg, comm, device, compute)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
-    for master in adam.param_groups[0]["params"]:  # as Adam's first step would: so every step begins with the same
+    for master in adam.param_groups[0]["params"]:  # what Adam's first step would make: so all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 

@@ -889,7 +889,7 @@ def run(cfg, data, device, log, mesh):
     layers = make_layers(cfg, comm, device, compute)
     groups, stores = master_pieces(layers, cfg), allocate_once(layers, cfg, comm, device)
     adam = torch.optim.Adam([piece for group in groups for _, _, piece in group], lr=cfg.lr, fused=True)
-    for master in adam.param_groups[0]["params"]:  # as Adam's first step would: so every step begins with the same
+    for master in adam.param_groups[0]["params"]:  # what Adam's first step would make: so all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
