@@ -444,11 +444,14 @@ class Meter(TorchDispatchMode):
     def settle(self, tensors):
         """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
         or the live bytes would differ from run to run."""
+        if not self.running or dist.get_backend() != "gloo":
+            return
         deadline = time.perf_counter() + 10
-        while self.running and dist.get_backend() == "gloo" and any(tensor._use_count() > 1 for tensor in tensors):
+        while any(tensor._use_count() > 1 for tensor in tensors):
             if time.perf_counter() > deadline:
                 raise RuntimeError("a view or a work still holds a tensor whose transfer is over: del it earlier")
             time.sleep(0)
+        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
 
     @contextlib.contextmanager
     def computing(self, what, layer):

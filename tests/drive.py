@@ -12,7 +12,6 @@ import os
 import pathlib
 import socket
 import sys
-import time
 
 import torch
 
@@ -57,7 +56,6 @@ def profile(stage):
             running, self.running = self.running, True  # otherwise it waits for gloo's thread in the last step only
             super().settle(tensors)
             self.running = running
-            time.sleep(0.01)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
 
     def named_step(*args):
         with torch.profiler.record_function("step"):
