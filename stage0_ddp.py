@@ -68,7 +68,7 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of stored parameters, gradients and layer inputs
     compute: Literal["auto", "bfloat16", "float32"] = "auto"  # arithmetic inside a layer; auto: the faster one here
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if this machine has a GPU for each of its ranks
-    collectives: Literal["auto", "gloo", "native"] = "auto"  # gloo: from all-to-all and broadcast; auto: so on gloo
+    collectives: Literal["auto", "gloo", "native"] = "auto"  # native: the library's own; auto: so, but on gloo
     overlap: Literal["on", "off"] = "on"  # off: wait for a collective where it starts, to see what overlap hides
     data: str = ""  # train on the bytes of this file (default: Python's own language reference)
     log: str = ""  # write records to this file, one JSON object a line
@@ -77,10 +77,9 @@ class Config:
 
 def fail(message):
     """Ends the run with one line and exit status 2, for what the user can put right: no traceback."""
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)  # torchrun ends all ranks as soon as one has failed; local rank 0 is to speak first
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(10)  # torchrun ends all ranks as soon as one has failed: local rank 0 speaks, unless it is well
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
@@ -105,7 +104,7 @@ def parse_args():
 
     for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "steps", "lr", "clip"):
         if not 0 < getattr(cfg, name) < math.inf:
-            fail(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be positive")
+            fail(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be positive and finite")
     if cfg.vocab < 256:
         fail(f"--vocab {cfg.vocab} must be at least 256: a token is a byte")
     if cfg.width % cfg.heads:
@@ -115,6 +114,8 @@ def parse_args():
         fail("--warmup and --simulate-ranks must not be negative")
     if cfg.simulate_ranks and "RANK" in os.environ:
         fail("--simulate-ranks is for one process: start it with python, without torchrun")
+    if cfg.log and os.path.exists(cfg.log) and cfg.data and os.path.samefile(cfg.log, cfg.data):
+        fail(f"--log {cfg.log} is the file of --data, and would overwrite it")
     return cfg
 
 
@@ -131,7 +132,8 @@ def load_data(cfg):
         except OSError as error:
             fail(f"--data {cfg.data}: {error.strerror}")
     if len(data) <= cfg.context:
-        fail(f"--data {cfg.data} has {len(data)} bytes, a sequence --context {cfg.context} + 1; shorten the context")
+        text = f"--data {cfg.data}" if cfg.data else "the built-in text"
+        fail(f"{text} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
     return data
 
 
@@ -223,8 +225,9 @@ class Collectives:
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
 
-        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. The sum is
-        taken in fp32 and in the order of the ranks, so every run gives the same bits; n/N elements of fp32.
+        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. On gloo the sum
+        is taken in fp32 and in the order of the ranks, so every run gives the same bits; n/N elements of fp32. Natively
+        the library sums, in its order and in the dtype of `full`.
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
@@ -649,7 +652,10 @@ def run(cfg, data, device, log):
 
     def record(event, **fields):
         if log:  # unbuffered, one write a line: a run that is killed leaves whole lines
-            log.write(json.dumps({"event": event, **fields}).encode() + b"\n")
+            try:
+                log.write(json.dumps({"event": event, **fields}).encode() + b"\n")
+            except OSError as error:
+                fail(f"--log {cfg.log}: {error.strerror}")
 
     def say(line):
         if dist.get_rank() == 0:
@@ -767,6 +773,10 @@ def main():
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext():
             run(cfg, data, device, log)
+    except RuntimeError as error:  # on a GPU OutOfMemoryError, on a CPU just this text
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            fail("the memory is too small for this; take fewer or narrower --layers, or a smaller --batch or --context")
+        raise
     finally:
         dist.destroy_process_group()
         gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit is too late

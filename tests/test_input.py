@@ -26,6 +26,9 @@ BAD = [  # (options, what the line must contain)
     ("--compute fast", "--compute"),
     ("--device cuda", "--device cuda"),
     ("--log no/such/folder", "--log no/such/folder"),
+    ("--log /dev/full", "--log /dev/full"),
+    ("--data FILE --log FILE", "overwrite"),
+    ("--vocab 1000000000000", "memory is too small"),
     ("--no-such-option", "--no-such-option"),
     ("--layer 3", "--layer 3"),  # no abbreviations: an option added later would change what they mean
 ]
@@ -37,9 +40,9 @@ def check(run, contains):
 
 
 def run(options, tmp_path, ranks):
-    empty = tmp_path / "empty"
-    empty.touch()
-    options = [str(empty) if option == "EMPTY" else option for option in options.split()]
+    for name, size in (("EMPTY", 0), ("FILE", 1000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    options = [str(tmp_path / option) if option in ("EMPTY", "FILE") else option for option in options.split()]
     return launch(STAGES[1], *TINY, *options, ranks=ranks, env={"CUDA_VISIBLE_DEVICES": ""}, log="--log" not in options)
 
 

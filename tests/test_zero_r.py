@@ -195,9 +195,9 @@ def test_a_simulation_measures_what_a_run_does(config, shape):
 
 
 BAD = [  # (options, what the line must contain)
-    ("--simulate-ranks 3 --mp 3", "--mp 3 does not divide --heads 4"),
-    ("--simulate-ranks 5 --mp 2", "--mp 2 does not divide ranks 5"),
-    ("--mp 2", "--mp 2 does not divide ranks 1"),
+    ("--simulate-ranks 3 --mp 3", "--mp 3 must divide --heads 4"),
+    ("--simulate-ranks 5 --mp 2", "--mp 2 must divide ranks 5"),
+    ("--mp 2", "--mp 2 must divide ranks 1"),
     ("--mp 0", "--mp 0"),
     ("--buffer-elements 100", "--buffer-elements 100"),
     ("--buffer-elements 0", "--buffer-elements 0"),
