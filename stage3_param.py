@@ -72,7 +72,7 @@ class Config:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of stored parameters, gradients and layer inputs
     compute: Literal["auto", "bfloat16", "float32"] = "auto"  # arithmetic inside a layer; auto: the faster one here
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if this machine has a GPU for each of its ranks
-    collectives: Literal["auto", "gloo", "native"] = "auto"  # native: the library's own; auto: so, but on gloo
+    collectives: Literal["auto", "gloo", "native"] = "auto"  # native: the library's own; auto: native, except on gloo
     overlap: Literal["on", "off"] = "on"  # off: wait for a collective where it starts, to see what overlap hides
     data: str = ""  # train on the bytes of this file (default: Python's own language reference)
     log: str = ""  # write records to this file, one JSON object a line
@@ -157,7 +157,7 @@ def load_batches(data, step, cfg, comm, device):
 
 
 # ---- 4. The model ----------------------------------------------------------------------------------------------
-# GPT-2 with pre-LayerNorm and learned positions; the head is not tied to the embedding. All three take (x, y) and
+# GPT-2 with pre-LayerNorm and learned positions; the head is not tied to the embedding. All layers take (x, y) and
 # only the head reads the targets y, so that one loop serves all layers. They are made on the meta device: a module
 # gives names and shapes here and never holds a weight.
 
@@ -230,8 +230,8 @@ class Collectives:
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
 
         The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. On gloo the sum
-        is taken in fp32 and in the order of the ranks, so every run gives the same bits; n/N elements of fp32. Natively
-        the library sums, in its order and in the dtype of `full`.
+        is taken in fp32 and in the order of the ranks, so every run gives the same bits; it takes n/N elements of fp32.
+        Natively the library sums, in its order and in the dtype of `full`.
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)

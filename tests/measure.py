@@ -11,7 +11,7 @@ RANKS = (1, 2, 4)
 OPTIONS = ("--steps", 2, "--compute", "float32", "--device", "cpu")
 COLUMNS = (
     "file", "N", "parameters", "gradients", "optimizer", "states", "formula", "activations at peak", "buffers at peak",
-    "peak", "sent", "paper",
+    "peak", "sent", "sent, formula",
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def row(script, N):
 
 
 ZERO_R_COLUMNS = (
-    "`--config`", "ZeRO-DP", "states", "kept inputs", "on the host", "activations at peak", "buffers at peak", "peak",
+    "`--config`", "ZeRO-DP", "ZeRO-R", "states", "kept inputs", "on the host", "activations at peak", "buffers at peak", "peak",
     "sent", "within the replica",
 )  # fmt: skip
 
@@ -48,7 +48,9 @@ def zero_r_row(config):
     sizes += [rank["at_peak"]["activations"], rank["at_peak"]["buffers"], rank["peak"]]
     volumes = [sent["elements"], sent["tensor"]["elements"]]
     megabytes, multiples = [f"{size / 1e6:.2f}" for size in sizes], [f"{x / sent['psi']:.3f} Ψ" for x in volumes]
-    return line(config, "P_" + cfg["partition"], *megabytes, *multiples)
+    on = {"P_a": cfg["pa"] == "on", "P_a+cpu": cfg["pa"] == "cpu", "C_B": cfg["cb"] == "on", "M_D": cfg["md"] == "on"}
+    parts = ", ".join(part for part in on if on[part])
+    return line(config, "P_" + cfg["partition"], parts, *megabytes, *multiples)
 
 
 def line(*cells):
@@ -62,7 +64,7 @@ def table():
 
 def zero_r_table():
     rows = [zero_r_row(config) for config in ("none", "C1", "C2", "C3", "C4", "C5", "full")]
-    return "\n".join([line(*ZERO_R_COLUMNS), line("---", "---", *["--:"] * len(ZERO_R_COLUMNS[2:])), *rows])
+    return "\n".join([line(*ZERO_R_COLUMNS), line(*["---"] * 3, *["--:"] * len(ZERO_R_COLUMNS[3:])), *rows])
 
 
 if __name__ == "__main__":
