@@ -623,7 +623,7 @@ def choose_compute(cfg, device):
     if cfg.dtype == "float32" or cfg.simulate_ranks or device.type == "cuda":
         return getattr(torch, cfg.dtype)
     a, b = torch.ones(256, 256), torch.ones(256, 256, dtype=torch.bfloat16)
-    fp32, bf16 = (min(timeit.repeat(lambda: x @ x, number=1, repeat=2)) for x in (a, b))
+    fp32, bf16 = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in (a, b))
     choice = torch.tensor([float(bf16 < fp32)])
     dist.broadcast(choice, 0)
     return torch.bfloat16 if choice.item() else torch.float32
@@ -774,7 +774,7 @@ def main():
             run(cfg, data, device, log)
     except RuntimeError as error:  # on a GPU OutOfMemoryError, on a CPU just this text
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            fail("the memory is too small for this; take fewer or narrower --layers, or a smaller --batch or --context")
+            fail("the memory is too small for this; take a smaller --layers, --width, --vocab, --batch or --context")
         raise
     finally:
         dist.destroy_process_group()
