@@ -13,30 +13,28 @@ in and out of a rank, together 2Ψ(N-1)/N. The next file changes what happens be
     torchrun --standalone --nproc-per-node 2 stage0_ddp.py      # two processes: NCCL on GPUs, else gloo on CPU
     python stage0_ddp.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
     git diff --no-index stage0_ddp.py stage1_os.py              # what §5.1 adds
+
+Sections 3 to 6 are the subject: a model, two collectives, a layer and its state, the train step.
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import gc
 import hashlib
-import inspect
 import json
 import math
-import mmap
 import os
 import pydoc_data.topics
 import random
-import re
+import signal
 import sys
 import time
-import timeit
-import typing
 import weakref
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,113 +47,51 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the meter: sees ev
 # ---- 2. Configuration ------------------------------------------------------------------------------------------
 
 
+def option(default, text, *others, least=1, most=10**6):
+    """A field of Config: its default, its help, and what else it may be: one of `others`, or a number within limits."""
+    return dataclasses.field(default=default, metadata={"text": text, "others": others, "limits": (least, most)})
+
+
 @dataclasses.dataclass
 class Config:
-    """Every field is an option of the command line, and its comment is the option's help."""
+    """Every field is an option of the command line: --micro-batches sets micro_batches."""
 
-    layers: int = 4  # transformer blocks
-    width: int = 256  # size C of the hidden state
-    heads: int = 8  # attention heads; must divide the width
-    context: int = 128  # tokens T in a sequence
-    vocab: int = 256  # size of the vocabulary; a token is a byte, so at least 256
-    batch: int = 8  # sequences B per rank and micro-batch
-    micro_batches: int = 1  # micro-batches per step; their gradients are summed in fp32
-    steps: int = 50  # optimizer steps; the last one is metered and not timed
-    lr: float = 1e-3  # learning rate after the warm-up
-    warmup: int = 10  # steps in which the learning rate rises to that
-    clip: float = 1.0  # largest global norm of the gradient
-    seed: int = 0  # decides the initial weights and the order of the data
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of stored parameters, gradients and layer inputs
-    compute: Literal["auto", "bfloat16", "float32"] = "auto"  # arithmetic inside a layer; auto: the faster one here
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if this machine has a GPU for each of its ranks
-    collectives: Literal["auto", "gloo", "native"] = "auto"  # native: the library's own; auto: native, except on gloo
-    overlap: Literal["on", "off"] = "on"  # off: wait for a collective where it starts, to see what overlap hides
-    data: str = ""  # train on the bytes of this file (default: Python's own language reference)
-    log: str = ""  # write records to this file, one JSON object a line
-    simulate_ranks: int = 0  # run one step as rank 0 of this many ranks, on tensors without memory
-
-
-def fail(message):
-    """Ends the run with one line and exit status 2, for what the user can put right: no traceback."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        time.sleep(10)  # torchrun ends all ranks as soon as one has failed: local rank 0 speaks, unless it is well
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
+    layers: int = option(8, "transformer blocks", most=10**4)
+    width: int = option(384, "size C of the hidden state")
+    heads: int = option(6, "attention heads; must divide the width")
+    context: int = option(64, "tokens T in a sequence")
+    vocab: int = option(256, "size of the vocabulary; a token is a byte, so at least 256", least=256)
+    batch: int = option(4, "sequences B per rank and micro-batch")
+    micro_batches: int = option(1, "micro-batches per step; their gradients are summed in fp32", most=10**4)
+    steps: int = option(50, "optimizer steps; the last one is metered and not timed", most=10**9)
+    lr: float = option(1e-3, "learning rate after the warm-up", least=1e-12)
+    warmup: int = option(10, "steps in which the learning rate rises to that", least=0)
+    clip: float = option(1.0, "largest global norm of the gradient", least=1e-12)
+    loss_scale: float = option(2.0**16, "in float16: the loss is multiplied by this at first", most=2**64)
+    loss_scale_window: int = option(2000, "in float16: after so many good steps by twice as much", most=10**9)
+    seed: int = option(0, "decides the initial weights and the order of the data", least=-(2**63), most=2**63)
+    dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
+    compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
+    device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
+    collectives: str = option("auto", "native: the library's own; auto: native, except on gloo", "gloo", "native")
+    overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
+    data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
+    log_file: str = option("", "write records to this file, one JSON object a line")
+    simulate_ranks: int = option(0, "run one step as rank 0 of this many ranks, on tensors without memory", least=0)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        fail(message + " (--help lists the options)")
-
-
-def parse_args():
-    """The command line as a Config; ends the run where a value can't work."""
-    comments = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(Config), re.MULTILINE))
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    for field in dataclasses.fields(Config):
-        choices = typing.get_args(field.type) or None
-        kind = {"choices": choices} if choices else {"type": field.type, "metavar": field.type.__name__.upper()}
-        default = f" (default: {field.default})" if field.default != "" else ""
-        names = ["--" + field.name.replace("_", "-")]
-        if field.name == "log":  # torchrun before Python 3.12.7 takes --log for one of its own options
-            names.append("--log-file")
-        parser.add_argument(*names, default=field.default, help=comments[field.name] + default, **kind)
-    cfg = Config(**vars(parser.parse_args()))
-
-    for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "steps", "lr", "clip"):
-        if not 0 < getattr(cfg, name) < math.inf:
-            fail(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be positive and finite")
-    if cfg.vocab < 256:
-        fail(f"--vocab {cfg.vocab} must be at least 256: a token is a byte")
-    if cfg.width % cfg.heads:
-        near = math.ceil(cfg.width / cfg.heads) * cfg.heads
-        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --width {near}, say")
-    if cfg.warmup < 0 or cfg.simulate_ranks < 0:
-        fail("--warmup and --simulate-ranks must not be negative")
-    if cfg.simulate_ranks and "RANK" in os.environ:
-        fail("--simulate-ranks is for one process: start it with python, without torchrun")
-    if cfg.log and os.path.exists(cfg.log) and cfg.data and os.path.samefile(cfg.log, cfg.data):
-        fail(f"--log {cfg.log} is the file of --data, and would overwrite it")
-    return cfg
-
-
-# ---- 3. Data ---------------------------------------------------------------------------------------------------
-
-
-def load_data(cfg):
-    """The training text as bytes. A file is mapped, not read, so it may be larger than memory."""
-    data = "\n".join(pydoc_data.topics.topics.values()).encode()
-    if cfg.data:
-        try:
-            with open(cfg.data, "rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.path.getsize(cfg.data) else b""
-        except OSError as error:
-            fail(f"--data {cfg.data}: {error.strerror}")
-    if len(data) <= cfg.context:
-        text = f"--data {cfg.data}" if cfg.data else "the built-in text"
-        fail(f"{text} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
-    return data
-
-
-def load_batches(data, step, cfg, comm, device):
-    """This rank's micro-batches of a step: a list of (x, y), both (B, T) int64, y one byte further than x.
-
-    The seed and the step decide one global batch, whatever the number of ranks: a rank takes its slice of it, so
-    no two ranks read the same slice of it and 1 rank x 8 trains on what 4 ranks x 2 train on.
-    """
-    draw = random.Random(f"{cfg.seed}/{step}")  # a string is hashed whole: no two (seed, step) share a stream
-    mine = cfg.micro_batches * cfg.batch
-    starts = [draw.randrange(len(data) - cfg.context) for _ in range(comm.world_size * mine)]
-    starts = starts[comm.rank * mine : (comm.rank + 1) * mine]
-    text = bytearray(b"".join(data[start : start + cfg.context + 1] for start in starts))
-    tokens = torch.frombuffer(text, dtype=torch.uint8).view(mine, cfg.context + 1).to(device, torch.int64)
-    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(cfg.batch)]
-
-
-# ---- 4. The model ----------------------------------------------------------------------------------------------
+# ---- 3. The model ----------------------------------------------------------------------------------------------
 # GPT-2 with pre-LayerNorm and learned positions; the head is not tied to the embedding. All layers take (x, y) and
-# only the head reads the targets y, so that one loop serves all layers. They are made on the meta device: a module
-# gives names and shapes here and never holds a weight.
+# only the head reads the targets y, so that one loop serves all layers.
+
+
+def initialize(module, cfg):
+    """GPT-2's initial weights; those that add to the residual stream are scaled down. Norms stay at PyTorch's own."""
+    for name, weight in module.named_parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * cfg.layers) if name.endswith("proj.weight") else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
 
 
 class Embedding(nn.Module):
@@ -163,6 +99,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(cfg.vocab, cfg.width)
         self.position = nn.Embedding(cfg.context, cfg.width)
+        initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T) int64 -> (B, T, C)
         return self.token(x) + self.position.weight[: x.shape[1]]
@@ -178,6 +115,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(cfg.width)
         self.mlp_up = nn.Linear(cfg.width, 4 * cfg.width)
         self.mlp_proj = nn.Linear(4 * cfg.width, cfg.width)
+        initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
@@ -185,7 +123,7 @@ class Block(nn.Module):
         q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_proj(heads.transpose(1, 2).reshape(B, T, -1))
-        return x + self.mlp_proj(F.gelu(self.mlp_up(self.mlp_norm(x)), approximate="tanh"))
+        return x + self.mlp_proj(F.gelu(self.mlp_up(self.mlp_norm(x))))
 
 
 class Head(nn.Module):
@@ -193,12 +131,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(cfg.width)
         self.logits = nn.Linear(cfg.width, cfg.vocab, bias=False)
+        initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T, C), y (B, T) int64 -> the mean loss, 0-d fp32
         return F.cross_entropy(self.logits(self.norm(x)).float().flatten(0, 1), y.flatten())
 
 
-# ---- 5. Collectives --------------------------------------------------------------------------------------------
+# ---- 4. Collectives --------------------------------------------------------------------------------------------
 
 
 class Collectives:
@@ -218,9 +157,9 @@ class Collectives:
         self.start_step()
 
     def start_step(self):
-        """Sets the counters to zero."""
+        """Forgets the last step's counts and times."""
         self.sent = {}  # collective -> calls, elements and bytes that this rank has sent
-        self.waits = []  # (start, end) of each time the step stood waiting
+        self.spans = []  # (collective, layer, its start, when the step began to wait for it, its end)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
@@ -231,7 +170,9 @@ class Collectives:
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
-            works = [reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)]
+            # torch 2.13 gave it this name and warns of the old one; 2.11 and 2.12 have only that.
+            call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            works = [call(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)]
             return self.started("reduce_scatter", layer, full, works, [full, shard], lambda: shard)
         received = torch.empty_like(full)
         works = [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
@@ -249,25 +190,26 @@ class Collectives:
         if self.native:
             part = full.numel() // self.world_size
             slices = [full[self.rank * part : (self.rank + 1) * part]]
-            works = [all_gather_single(full, slices[0], group=self.group, async_op=True)]
+            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # a new name, as above
+            works = [call(full, slices[0], group=self.group, async_op=True)]
         else:  # each owner broadcasts its slice, as §5.3 words it
             slices = full.chunk(self.world_size)
             works = [dist.broadcast(s, group=self.group, group_src=r, async_op=True) for r, s in enumerate(slices)]
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
-    def started(self, name, layer, full, works, tensors, result):
-        """Counts a collective over `full` and returns its wait(). Either half sends n(N-1)/N elements (§7.1)."""
-        self.count(name, full.numel() // self.world_size * (self.world_size - 1), full.element_size())
-        start = self.meter.now()
+    def started(self, name, layer, full, works, tensors, result, halves=1):
+        """Counts a collective over `full` and returns its wait(). Each half sends n(N-1)/N elements (§7.1)."""
+        elements = halves * full.numel() * (self.world_size - 1) // self.world_size
+        sent = self.sent.setdefault(name, collections.Counter())
+        sent.update(calls=1, elements=elements, bytes=elements * full.element_size())
+        start = self.meter.running and self.meter.now()
 
         def wait():
             stood = self.meter.now()
             while works:
                 works.pop(0).wait()
-            end = self.meter.now()
+            self.spans.append((name, layer, start, stood, self.meter.now()))
             self.meter.settle(tensors)
-            self.waits.append((stood, end))
-            self.meter.span(name, layer, start, end)
             return result()
 
         if self.overlap:
@@ -275,149 +217,14 @@ class Collectives:
         value = wait()
         return lambda: value
 
-    def all_reduce_scalars(self, scalars):
-        """Sums a handful of numbers over the ranks, in place. Listed apart from the volume of the model."""
-        self.count("scalars", scalars.numel(), scalars.element_size())
-        start = self.meter.now()
-        dist.all_reduce(scalars, group=self.group)
-        self.meter.settle([scalars])
-        self.waits.append((start, self.meter.now()))
-        return scalars
-
-    def count(self, name, elements, element_size):
-        entry = self.sent.setdefault(name, {"calls": 0, "elements": 0, "bytes": 0})
-        entry["calls"] += 1
-        entry["elements"] += elements
-        entry["bytes"] += elements * element_size
-
-    def waited_ms(self):
-        return sum(elapsed_ms(start, end) for start, end in self.waits)
+    def all_reduce(self, x, name="scalars"):
+        """Sums a tensor over the ranks, in place, and waits for it. Scalars are no part of the volume of the model."""
+        flat = x.view(-1)
+        works = [dist.all_reduce(flat, group=self.group, async_op=True)]
+        return self.started(name, "", flat, works, [flat], lambda: x, halves=2)()
 
 
-# torch 2.13 gave these two new names; 2.11 and older have only the old ones.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-# ---- 6. The memory meter ---------------------------------------------------------------------------------------
-
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
-
-
-class Meter(TorchDispatchMode):
-    """Counts the live bytes of one step by category, from the storages that really exist.
-
-    While it is on it sees the result of every operation. A storage it has not seen is a birth; a weak reference
-    tells of the death. A storage often gets its name only later (a gradient is known as one when autograd returns
-    it), so births and deaths are written to a trace first, and counted at the end under the final names.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self.device, self.running = device, False
-        self.default = "buffers"  # what a storage is until it is named
-
-    def start(self, named):
-        """Begins a trace with the (tensor, category) pairs that are alive already."""
-        self.running, self.began = True, self.now()
-        self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
-        self.category = []  # number of a storage -> its category
-        self.alive = {}  # address of a living storage -> (number, weak reference)
-        self.spans = []  # (what, layer, start, end)
-        for tensor, category in named:
-            self.name(tensor, category)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return result
-
-    def see(self, tensor):
-        """Gives the tensor's storage a number at first sight, and notes its birth and, when it comes, its death."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self.alive and tensor.device.type != "meta":  # a meta module has shapes, no memory
-            number, size = len(self.category), storage.nbytes()
-
-            def died(_):
-                del self.alive[address]
-                self.trace.append((number, -size))
-
-            self.alive[address] = number, weakref.ref(storage, died)
-            self.category.append(self.default)
-            self.trace.append((number, size))
-
-    def name(self, tensor, category):
-        """Says what a tensor is, from its birth on. Returns the tensor."""
-        if self.running:
-            self.see(tensor)
-            self.category[self.alive[tensor.untyped_storage()._cdata][0]] = category
-        return tensor
-
-    def mark(self, label):
-        """Notes a moment of the step for the timeline."""
-        if self.running:
-            self.trace.append((label, self.now()))
-
-    def span(self, what, layer, start, end):
-        if self.running:
-            self.spans.append((what, layer, start, end))
-
-    def settle(self, tensors):
-        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
-        or the live bytes would differ from run to run."""
-        if not self.running or dist.get_backend() != "gloo":
-            return
-        deadline = time.perf_counter() + 10
-        while any(tensor._use_count() > 1 for tensor in tensors):
-            if time.perf_counter() > deadline:
-                raise RuntimeError("a view or a work still holds a tensor whose transfer is over: del it earlier")
-            time.sleep(0)
-        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
-
-    @contextlib.contextmanager
-    def computing(self, what, layer):
-        """The call of a layer or its backward: what is made in here and not named is an activation."""
-        self.default, start = "activations", self.now()
-        yield
-        self.default = "buffers"
-        self.span(what, layer, start, self.now())
-        self.mark(f"{what} {layer}")
-
-    def now(self):
-        """The time, as the device's queue reaches this point: a CUDA event, or seconds of the CPU's clock."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def replay(self):
-        """Counts the trace: a list of moments {label, ms, category: bytes}, and the moment of the peak."""
-        live, total, most, peak, timeline = dict.fromkeys(CATEGORIES, 0), 0, 0, {}, []
-        for key, value in self.trace:
-            if isinstance(key, str):
-                timeline.append({"label": key, "ms": elapsed_ms(self.began, value), **live})
-                continue
-            live[self.category[key]] += value
-            total += value
-            if total > most:
-                most, peak = total, dict(live)
-        return timeline, peak
-
-    def timed_spans(self):
-        spans = [(what, layer, *(elapsed_ms(self.began, at) for at in ends)) for what, layer, *ends in self.spans]
-        return [dict(zip(("what", "layer", "start_ms", "end_ms"), span)) for span in spans]
-
-
-def elapsed_ms(start, end):
-    """Milliseconds between two results of Meter.now()."""
-    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
-
-
-# ---- 7. The layer, its state, and the train step ---------------------------------------------------------------
+# ---- 5. The layer and its state --------------------------------------------------------------------------------
 
 
 class Layer:
@@ -427,10 +234,15 @@ class Layer:
     answer to three questions: where does the flat vector live, where does its gradient go, who owns its fp32 copy.
     """
 
-    def __init__(self, name, module, cfg, comm, device, compute):
-        self.name, self.module, self.compute = name, module, compute
-        self.dtype = getattr(torch, cfg.dtype)
-        self.shapes = {name: weight.shape for name, weight in module.named_parameters()}
+    def __init__(self, name, kind, cfg, comm, device):
+        self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
+        with torch.device("meta"):
+            self.module = kind(cfg)  # names, shapes and forward(); it never holds a weight
+        torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
+        initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
+        weights = dict(initial.named_parameters())
+        self.constants = {name: constant.to(device) for name, constant in initial.named_buffers()}
+        self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
         # N ranks cut the vector into N equal slices. 16 more in the multiple, because fused Adam computes the last
         # few elements of a vector with other instructions and other last bits: now no cut moves an element there.
@@ -438,44 +250,30 @@ class Layer:
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
-        full = self.initial_weights(cfg).to(device)
+        # The padding must be zero: one NaN in it would make the norm, and then every gradient, NaN.
+        padding = torch.zeros(self.padded - self.psi)
+        full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
         self.flat = full.to(self.dtype, copy=True)  # parameters (padded,) 16-bit: 2Ψ
         self.master = full  # fp32, what Adam updates (padded,): 4Ψ, with its moments 12Ψ
         self.grad = None  # from backward to the end of the step
 
-    def initial_weights(self, cfg):
-        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
-        seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
-        generator = torch.Generator().manual_seed(seed)
-        full = torch.zeros(self.padded)
-        for name, piece in zip(self.shapes, full.split(self.sizes)):
-            if len(self.shapes[name]) == 2:  # a matrix; those that add to the residual stream are scaled down
-                std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith("proj.weight") else 0.02
-                piece.normal_(0, std, generator=generator)
-            elif name.endswith("norm.weight"):
-                piece.fill_(1)
-        return full
-
     def __call__(self, flat, x, y):
         """flat (padded,), x the layer's input -> its output in the stored dtype, or the loss in fp32.
 
-        A CPU without bf16 units multiplies bf16 matrices 30 to 100 times slower than fp32 ones, so what is stored in
-        16 bits may be widened here for the arithmetic. Such a copy lives as long as the layer computes.
+        A CPU without units for 16 bits multiplies such matrices 30 to 100 times slower than fp32 ones, so what is
+        stored in 16 bits may be widened here for the arithmetic. Such a copy lives as long as the layer computes.
         """
         pieces = flat.to(self.compute).split(self.sizes)  # the last piece is the padding, which nothing uses
         weights = {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces)}
         x = x.to(self.compute) if x.is_floating_point() else x
-        out = torch.func.functional_call(self.module, weights, (x, y))
+        out = torch.func.functional_call(self.module, weights | self.constants, (x, y))
         return out.to(self.dtype) if out.dim() else out
 
 
-def make_layers(cfg, comm, device, compute):
+def make_layers(cfg, comm, device):
     """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
-    with torch.device("meta"):
-        modules = {"embedding": Embedding(cfg)}
-        modules |= {f"block {i}": Block(cfg) for i in range(cfg.layers)}
-        modules |= {"head": Head(cfg)}
-    return [Layer(name, module, cfg, comm, device, compute) for name, module in modules.items()]
+    kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
+    return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
 
 
 def named_states(layers, adam):
@@ -496,7 +294,7 @@ def full_master(layer, comm):
 
 def paper_states(psi, world_size, cfg):
     """Bytes of model states per rank: parameters + gradients + optimizer states."""
-    width = 2 if cfg.dtype == "bfloat16" else 4
+    width = 4 if cfg.dtype == "float32" else 2
     grad_width = width if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     return width * psi + grad_width * psi + 12 * psi  # §3.1: 2Ψ + 2Ψ + KΨ, K = 12
 
@@ -507,22 +305,27 @@ def paper_volume(layers, world_size, cfg):
     return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"  # §7.1: reduce-scatter Ψ + all-gather Ψ
 
 
+# ---- 6. The train step -----------------------------------------------------------------------------------------
+
+
 def sum_of_squares(vectors):
-    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum
-    and every stage gets the same norm to the last bit. In pieces, because each piece is widened to 8 bytes."""
+    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum.
+    In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        for piece in vector.chunk(4):
-            total += piece.double().square_().sum()
+        for piece in vector.chunk(16):
+            piece = piece.double()
+            total += piece.dot(piece)
     return total
 
 
 @torch.no_grad()
-def train_step(layers, adam, batches, cfg, comm, meter):
+def train_step(layers, adam, batches, scale, cfg, comm, meter):
     """One step: forward and backward of every micro-batch, the reduction of the gradients, Adam.
 
-    batches: list of (x, y). Returns the loss, the mean over ranks and micro-batches, and the global norm of the
-    gradient, both 0-d fp32. Nothing here reads a number back from the device, so the device never waits for Python.
+    batches: list of (x, y); scale: what the loss is multiplied by, 1 except in float16. Returns the loss, the mean over
+    ranks and micro-batches, and the global norm of the gradient, both 0-d fp32 and not scaled. Nothing here reads a
+    number back from the device, so Python never waits for it and can queue the whole step ahead.
     """
     dtype = layers[0].dtype
     grad_dtype = dtype if len(batches) == 1 else torch.float32  # small terms vanish in a 16-bit sum
@@ -530,18 +333,18 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     reducing, gathering = [], []  # the reduce-scatter and the all-gather under way: (layer, wait), at most one each
 
     def finish_reduction():
-        for layer, wait in reducing:
-            layer.grad[layer.own] = wait().to(dtype)  # the rounding of what is sent
+        while reducing:
+            layer, wait = reducing.pop()
+            layer.grad[layer.own] = wait().to(dtype)  # rounded here, for the second half sends 16 bits
             # §7.1: the second half of the all-reduce gives every rank the whole average.
             finish_gather()
             full = meter.name(layer.grad.to(dtype), "gradients")
             gathering.append((layer, comm.all_gather(full, layer.name)))
-        reducing.clear()
 
     def finish_gather():
-        for layer, wait in gathering:
+        while gathering:
+            layer, wait = gathering.pop()
             layer.grad.copy_(wait())  # with one micro-batch it was gathered in place, and this does nothing
-        gathering.clear()
 
     for micro, (tokens, y) in enumerate(batches):
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
@@ -552,8 +355,9 @@ def train_step(layers, adam, batches, cfg, comm, meter):
                 x = layer(flat, x, y)
             inputs.append(x)
 
-        # Backward, in reverse order: recompute a layer from its input, differentiate, forget.
-        dx = [torch.full((), 1 / len(batches), device=meter.device)]  # the loss is the mean over the micro-batches
+        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. It begins with the mean
+        # over the micro-batches, and with the scale that keeps small gradients from vanishing in float16.
+        dx = [torch.full((), scale / len(batches), device=meter.device)]
         for layer in reversed(layers):
             flat, x = layer.flat, inputs.pop()
             with meter.computing("backward", layer.name):
@@ -580,54 +384,251 @@ def train_step(layers, adam, batches, cfg, comm, meter):
     finish_gather()
     meter.mark("before the optimizer step")
 
-    squares = sum_of_squares([layer.grad for layer in layers])
-    loss = comm.all_reduce_scalars(loss)
-    norm = squares.sqrt().float()
+    # Of the average gradient every rank squares its own slice, and the sum over the ranks is the same on all of them.
+    squares = sum_of_squares([layer.grad[layer.own] for layer in layers])
+    loss, squares = comm.all_reduce(torch.stack([loss, squares]))
+    norm = (squares.sqrt() / scale).float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
-    adam.grad_scale = (norm / cfg.clip).clamp(min=1)
+    adam.grad_scale = (norm / cfg.clip).clamp(min=1) * scale
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
+    # Adam wants the gradients of all that it updates in fp32. Together they are §3.2's fused buffer, 4Ψ bytes.
     for layer in layers:
-        layer.master.grad = layer.grad.float()
+        layer.master.grad, layer.grad = layer.grad.float(), None
     meter.mark("fp32 gradients")
     adam.step()
+    adam.zero_grad()
     meter.mark("Adam")
     for layer in layers:
-        layer.grad = layer.master.grad = None
         layer.flat.copy_(layer.master)
     meter.mark("parameters updated")
     return (loss / comm.world_size).float(), norm
 
 
-# ---- 8. The run ------------------------------------------------------------------------------------------------
+# ==== All below is the same in every stage: the instrument that measures the step, and the run that calls it. ====
+
+# ---- 7. The memory meter ---------------------------------------------------------------------------------------
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+class Meter(TorchDispatchMode):
+    """Counts the live bytes of one step by category, from the storages that really exist.
+
+    While it is on it sees the result of every operation, though not what a kernel makes and frees inside. A storage it
+    has not seen is a birth; a finalizer tells of the death. A storage often gets its name only later (a gradient is
+    known as one when autograd returns it), so births and deaths are written to a trace first, and counted at the end
+    under the final names.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.running = device, False
+        self.default = "buffers"  # what a storage is until it is named
+
+    def start(self, named):
+        """Begins a trace with the (tensor, category) pairs that are alive already."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # of PyTorch's allocator, so that it too tells of this step alone
+        self.running, self.began = True, self.now()
+        self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
+        self.category = []  # number of a storage -> its category
+        self.number = {}  # id() of a living storage -> its number
+        self.spans = []  # (what, layer, start, end, end) of what is computed, shaped as those of Collectives
+        for tensor, category in named:
+            self.name(tensor, category)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return result
+
+    def see(self, tensor):
+        """Gives the tensor's storage a number at first sight, and notes its birth and, when it comes, its death."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self.number:
+            key, number, size = id(storage), len(self.category), storage.nbytes()
+            self.number[key] = number
+            self.category.append(self.default)
+            self.trace.append((number, size))
+            weakref.finalize(storage, lambda: self.trace.append((self.number.pop(key), -size)))
+        return self.number[id(storage)]
+
+    def name(self, tensor, category):
+        """Says what a tensor is, from its birth on. Returns the tensor."""
+        if self.running:
+            self.category[self.see(tensor)] = category
+        return tensor
+
+    def mark(self, label):
+        """Notes a moment of the step for the timeline."""
+        if self.running:
+            self.trace.append((label, self.now()))
+
+    def settle(self, tensors):
+        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
+        or the live bytes would differ from run to run."""
+        if not self.running or dist.get_backend() != "gloo":
+            return
+        give_up = time.perf_counter() + 10
+        while any(tensor._use_count() > 1 for tensor in tensors):
+            assert time.perf_counter() < give_up, (
+                "a view or a work holds a tensor whose transfer is over: del it earlier"
+            )
+            time.sleep(0)
+        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
+
+    @contextlib.contextmanager
+    def computing(self, what, layer):
+        """The call of a layer or its backward: what is made in here and not named is an activation."""
+        self.default, start = "activations", self.running and self.now()
+        yield
+        self.default = "buffers"
+        if self.running:
+            self.spans.append((what, layer, start, self.now(), self.now()))
+            self.mark(f"{what} {layer}")
+
+    def now(self):
+        """The time, as the device's queue reaches this point: a CUDA event, or seconds of the CPU's clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def replay(self):
+        """Counts the trace: a list of moments {label, ms, category: bytes}, and the moment of the peak."""
+        live, total, most, peak, timeline = dict.fromkeys(CATEGORIES, 0), 0, 0, {}, []
+        for key, value in self.trace:
+            if isinstance(key, str):
+                timeline.append({"label": key, "ms": elapsed_ms(self.began, value), **live})
+                continue
+            live[self.category[key]] += value
+            total += value
+            if total > most:
+                most, peak = total, dict(live)
+        return timeline, peak
+
+    def timed(self, spans):
+        """Spans as records: start and end in ms from the start of the trace, and how long the rank stood waiting."""
+        for what, layer, start, stood, end in spans:
+            times = {"start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
+            yield {"what": what, "layer": layer, **times, "waited_ms": elapsed_ms(stood, end)}
+
+
+def elapsed_ms(start, end):
+    """Milliseconds between two results of Meter.now()."""
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
+
+
+# ---- 8. Command line and data ----------------------------------------------------------------------------------
+
+
+def fail(message):
+    """Ends the run with one line and exit status 2, for what the user can put right: no traceback."""
+    if from_torchrun("LOCAL_RANK", 0) > 0:
+        time.sleep(10)  # torchrun ends all ranks as soon as one has failed: local rank 0 speaks, unless it is well
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def from_torchrun(name, alone):
+    """A number that torchrun puts into the environment; `alone` in a process that it has not started."""
+    return int(os.environ[name]) if dist.is_torchelastic_launched() else alone
+
+
+def parse_args():
+    """The command line as a Config; ends the run where a value can't work."""
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, **style)
+    parser.error = lambda message: fail(message + " (--help lists the options)")
+    fields = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(Config)}
+    for name, field in fields.items():
+        text, others = field.metadata["text"], field.metadata["others"]
+        kind = {"choices": (field.default, *others)} if others else {"type": field.type, "metavar": field.type.__name__}
+        parser.add_argument(name, help=text + f" (default: {field.default})" * (field.default != ""), **kind)
+    cfg = parser.parse_args(namespace=Config())
+
+    for name, field in fields.items():
+        value, (least, most) = getattr(cfg, field.name), field.metadata["limits"]
+        if field.type is not str and not least <= value <= most:
+            fail(f"{name} {value} must lie between {least} and {most}")
+    if cfg.width % cfg.heads:
+        near = math.ceil(cfg.width / cfg.heads) * cfg.heads
+        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --width {near}, say")
+    if cfg.micro_batches * cfg.batch * cfg.context > 10**9:
+        fail("--micro-batches x --batch x --context is more than 10^9 tokens a step; take a smaller one")
+    if cfg.simulate_ranks and dist.is_torchelastic_launched():
+        fail("--simulate-ranks is for one process: start it with python, without torchrun")
+    return cfg
+
+
+def load_data(cfg):
+    """The training text as bytes."""
+    data = "\n".join(pydoc_data.topics.topics.values()).encode()
+    if cfg.data:
+        if not os.path.isfile(cfg.data):  # ranks can't share a pipe, and an unwritten one would hang
+            fail(f"--data {cfg.data} is not there, or is no regular file")
+        if os.path.exists(cfg.log_file) and os.path.samefile(cfg.log_file, cfg.data):
+            fail(f"--log-file {cfg.log_file} is the file of --data, and would overwrite it")
+        with open(cfg.data, "rb") as file:
+            data = file.read()
+    if len(data) <= cfg.context:
+        text = f"--data {cfg.data}" if cfg.data else "the built-in text"
+        fail(f"{text} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
+    return data
+
+
+def load_batches(data, step, cfg, comm, device):
+    """This rank's micro-batches of a step: a list of (x, y), both (B, T) int64, y one byte further than x.
+
+    Seed, step and number decide a sequence of the global batch, whatever the number of ranks: a rank takes its slice
+    of it, so no two ranks read the same slice of it and 1 rank x 8 trains on what 4 ranks x 2 train on.
+    """
+    mine = cfg.micro_batches * cfg.batch
+    seeds = [f"{cfg.seed}/{step}/{comm.rank * mine + i}" for i in range(mine)]  # a string is hashed whole: all differ
+    starts = [random.Random(seed).randrange(len(data) - cfg.context) for seed in seeds]
+    text = bytearray(b"".join(data[start : start + cfg.context + 1] for start in starts))
+    tokens = torch.frombuffer(text, dtype=torch.uint8).view(mine, cfg.context + 1).to(device, torch.int64)
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(cfg.batch)]
+
+
+# ---- 9. The run ------------------------------------------------------------------------------------------------
 
 
 def choose_device(cfg):
-    """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks."""
-    ranks_here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks. Then what
+    `--compute auto` is: most CPUs have no units for 16 bits, and a GPU before Ampere has none for bfloat16."""
+    ranks_here, gpus = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if cfg.device == "cuda" and gpus < ranks_here:
         fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
-    torch.set_num_threads(max(1, os.cpu_count() // ranks_here))
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # the rank within this machine, not the job
-    torch.cuda.set_device(device)
+        device, auto = torch.device("cpu"), "float32"
+        if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, cores // ranks_here))
+    else:
+        device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))  # the rank within this machine, not the job
+        torch.cuda.set_device(device)
+        units = cfg.dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        auto = cfg.dtype if units else "float32"
+    cfg.compute = auto if cfg.compute == "auto" else cfg.compute
     return device
 
 
-def choose_compute(cfg, device):
-    """The dtype of the arithmetic in a layer. On a CPU, rank 0 times a small product in either and decides for all."""
-    if cfg.compute != "auto":
-        return getattr(torch, cfg.compute)
-    if cfg.dtype == "float32" or cfg.simulate_ranks or device.type == "cuda":
-        return getattr(torch, cfg.dtype)
-    a, b = torch.ones(256, 256), torch.ones(256, 256, dtype=torch.bfloat16)
-    fp32, bf16 = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in (a, b))
-    choice = torch.tensor([float(bf16 < fp32)])
-    dist.broadcast(choice, 0)
-    return torch.bfloat16 if choice.item() else torch.float32
+def check_layers(layers):
+    """Ends the run where a module holds what a flat vector, all of which is trained, can't express."""
+    owners = {}
+    for layer in layers:
+        for name, weight in layer.module.named_parameters():
+            if owners.setdefault(id(weight), layer) is not layer or not weight.requires_grad:
+                fail(f"{name} of {layer.name} is frozen, or another layer's too; a layer trains parameters of its own")
+        for part in layer.module.modules():
+            if any(isinstance(value, torch.Tensor) for value in vars(part).values()):
+                fail(f"{layer.name} holds a tensor that is neither parameter nor buffer; use register_buffer")
 
 
 def checksum(layers, comm):
@@ -638,41 +639,55 @@ def checksum(layers, comm):
     return digest.hexdigest()
 
 
+def from_all_ranks(mine, cfg):
+    """[rank 0's object, rank 1's, ...]. Simulated ranks have but one."""
+    everyone = [mine] * (1 if cfg.simulate_ranks else dist.get_world_size())
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def agree(cfg, data):
+    """Ends the run where ranks differ in an option or in the text: they would train different models, in silence."""
+    everyone = from_all_ranks(dataclasses.asdict(cfg) | {"data": hashlib.sha256(data).hexdigest()}, cfg)
+    cfg.log_file = everyone[0].pop("log_file")  # rank 0's decides, also on a node where it was not given
+    for name, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[name] != value:
+                fail(f"--{name.replace('_', '-')} differs: {value} on rank 0, {other[name]} on rank {rank}")
+
+
 def run(cfg, data, device, log):
-    """Trains and reports. Rank 0 prints, and writes to `log` if that is an open file."""
+    """Trains and reports. Rank 0 prints, and writes records to the file `log`."""
+
+    def record(event, **fields):  # flushed line by line: a run that is killed leaves whole lines
+        print(json.dumps({"event": event, **fields}), file=log, flush=True)
+
+    agree(cfg, data)
     meter = Meter(device)
     comm = Collectives(cfg, meter, dist.group.WORLD)
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
-    compute = choose_compute(cfg, device)
-    layers = make_layers(cfg, comm, device, compute)
+    layers = make_layers(cfg, comm, device)
+    check_layers(layers)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
     for master in adam.param_groups[0]["params"]:  # what Adam's first step would make: so all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
-    def record(event, **fields):
-        if log:  # unbuffered, one write a line: a run that is killed leaves whole lines
-            try:
-                log.write(json.dumps({"event": event, **fields}).encode() + b"\n")
-            except OSError as error:
-                fail(f"--log {cfg.log}: {error.strerror}")
-
-    def say(line):
-        if dist.get_rank() == 0:
-            print(line, flush=True)
-
-    psi, backend, compute = sum(layer.psi for layer in layers), dist.get_backend(), str(compute).removeprefix("torch.")
-    record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend, "compute": compute})
-    say(
-        f"{N} {'simulated ' if simulated else ''}rank{'s' if N > 1 else ''} on {device.type} "
-        f"({'no network' if backend == 'fake' else backend}). Ψ = {psi:,} parameters in {len(layers)} layers, "
-        f"stored in {cfg.dtype}, arithmetic in {compute}.\nGlobal batch: {N} ranks x {cfg.micro_batches} micro-batches "
-        f"x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of {cfg.context} tokens."
+    psi, backend = sum(layer.psi for layer in layers), dist.get_backend()
+    record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})
+    print(
+        f"{N} {'simulated ' * simulated}rank{'s' * (N > 1)} on {device.type} ({backend}). Ψ = {psi:,} parameters in "
+        f"{len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\nGlobal batch: {N} ranks x "
+        f"{cfg.micro_batches} micro-batches x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of "
+        f"{cfg.context} tokens."
     )
-    if cfg.log and not simulated:
+    if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
-    skipped, timed = 0, []  # timed: (ms, ms of it spent waiting for communication) of each step without the meter
+    scaled = "float16" in (cfg.dtype, cfg.compute)  # its exponents are few: what is small vanishes unless scaled up
+    scale, good, stuck = cfg.loss_scale if scaled else 1.0, 0, 0  # the last two count steps in a row
+    timed = []  # (ms, ms of it spent waiting for communication) of each step without the meter
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
         adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
@@ -682,105 +697,109 @@ def run(cfg, data, device, log):
             meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
         start = time.perf_counter()
         with meter if metered else contextlib.nullcontext():
-            loss, norm = train_step(layers, adam, batches, cfg, comm, meter)
+            loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter)
         meter.running = False
         if simulated:
             continue
         loss, norm = loss.item(), norm.item()  # this waits for the device, so the clock is read after it
-        ms = 1e3 * (time.perf_counter() - start)
-        tokens_per_s = 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms
-        speed = f"{ms:7.1f} ms | {tokens_per_s:9,.0f} tok/s"
-        if metered:  # the meter slows this step down: its time says nothing
-            ms, tokens_per_s, speed = None, None, "metered"
-        else:
-            timed.append((ms, comm.waited_ms()))
-        skipped = 0 if math.isfinite(norm) else skipped + 1
-        note = " | skipped: gradient not finite" if skipped else ""
-        say(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
-        fields = {"loss": loss if math.isfinite(loss) else None, "norm": None if skipped else norm}  # JSON has no inf
-        record("step", step=step, **fields, ms=ms, tokens_per_s=tokens_per_s, **{"skipped": True} if skipped else {})
-        if skipped == 10:
+        ms, finite = 1e3 * (time.perf_counter() - start), math.isfinite(norm)
+        fields = {"loss": loss if math.isfinite(loss) else None, "norm": norm if finite else None, "loss_scale": scale}
+        speed = "metered"  # and so slowed down: its time says nothing
+        if not metered:
+            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in comm.spans)))
+            fields |= {"ms": ms, "tokens_per_s": 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms}
+            speed = f"{ms:7.1f} ms | {fields['tokens_per_s']:9,.0f} tok/s"
+        note = "" if finite else f" | skipped: gradient not finite{f', at a loss scale of {scale:g}' * scaled}"
+        print(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
+        record("step", step=step, skipped=not finite, **fields)
+        good, stuck = (good + 1, 0) if finite else (0, stuck + (scale == 1))
+        if stuck == 10:
             fail("the gradient was not finite in ten steps in a row, so nothing is learned; try a lower --lr")
+        if scaled:  # dynamic loss scaling: as large as gradients allow, found out by trying
+            scale = max(1.0, scale / 2) if not finite else 2 * scale if good % cfg.loss_scale_window == 0 else scale
 
-    timeline, peak = meter.replay()
-    mine = {"timeline": timeline, "peak": peak, "spans": meter.timed_spans()}
-    if device.type == "cuda":  # the most that PyTorch's allocator handed out, and the most it took from the GPU for it
-        mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    everyone = [mine] * (1 if simulated else dist.get_world_size())
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine)
     timed = timed[2:] or timed or [(0, 0)]  # the first steps of a run warm up
     step_ms, waited_ms = (sum(column) / len(timed) for column in zip(*timed))
-    report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say)
-    if cfg.log and not simulated:
+    report(meter, layers, comm, cfg, step_ms, waited_ms, record)
+    if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
 
-def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
+def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     """The tables at the end: memory of each rank and communication, beside the paper's formulas."""
     N, psi = comm.world_size, sum(layer.psi for layer in layers)
+    timeline, peak = meter.replay()
+    (mine,) = (moment for moment in timeline if moment["label"] == "before the optimizer step")
+    mine = {category: mine[category] for category in CATEGORIES}
+    mine["states"], mine["formula"] = sum(mine[key] for key in CATEGORIES[:3]), paper_states(psi, N, cfg)
+    mine |= {"peak": sum(peak.values()), "at_peak": peak}
+    if meter.device.type == "cuda":  # the most that PyTorch's allocator handed out, and took from the GPU for it
+        mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    events = {"memory": [mine], "timeline": timeline, "span": [*meter.timed(meter.spans + comm.spans)]}
+    everyone = from_all_ranks(events, cfg)
+    for rank, events in enumerate(everyone):
+        for event, fields in ((event, fields) for event, records in events.items() for fields in records):
+            record(event, rank=rank, **fields)
+
     unit, name = (1e6, "MB") if 16 * psi < 1e10 else (1e9, "GB")
-    rows = []
-    for rank, mine in enumerate(everyone):
-        (before,) = (moment for moment in mine["timeline"] if moment["label"] == "before the optimizer step")
-        before = {category: before[category] for category in CATEGORIES}
-        before["states"] = before["parameters"] + before["gradients"] + before["optimizer"]
-        before |= {"formula": paper_states(psi, N, cfg), "peak": sum(mine["peak"].values())}
-        allocator = {key: mine[key] for key in ("allocated", "reserved") if key in mine}
-        record("memory", rank=rank, **before, at_peak=mine["peak"], **allocator)
-        for event in ("timeline", "span"):
-            for fields in mine[event if event == "timeline" else "spans"]:
-                record(event, rank=rank, **fields)
-        rows.append((rank, before, {**mine["peak"], "total": before["peak"], **allocator}))
-
-    say(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
+    print(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
     before = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
-    for title, which, columns in (("Just before the optimizer step", 1, before), ("At the peak", 2, list(rows[0][2]))):
-        say(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
-        for row in rows:
-            say(f"{row[0]:4}" + "".join(f"{row[which][column] / unit:13,.2f}" for column in columns))
+    at_peak = [*CATEGORIES, "peak", *(key for key in ("allocated", "reserved") if key in mine)]
+    for title, columns in (("Just before the optimizer step", before), ("At the peak", at_peak)):
+        print(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
+        for rank, events in enumerate(everyone):
+            row = events["memory"][0] | (events["memory"][0]["at_peak"] if columns is at_peak else {})
+            print(f"{rank:4}" + "".join(f"{row[column] / unit:13,.2f}" for column in columns))
 
-    model = [sent for what, sent in comm.sent.items() if what != "scalars"]
-    total = {key: sum(sent[key] for sent in model) for key in ("calls", "elements", "bytes")}
+    total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
     expected, words = paper_volume(layers, N, cfg)
-    record(
-        "communication", psi=psi, elements=total["elements"], bytes=total["bytes"], collectives=comm.sent,
-        formula=expected, waited_ms=waited_ms,
-    )  # fmt: skip
-    say(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
+    volume = {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
+    record("communication", psi=psi, **volume, waited_ms=waited_ms)
+    print(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
     for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
-        say(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
-    say(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
+        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
+    print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
     if step_ms:
-        say(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
+        print(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
 
 
 def main():
-    cfg = parse_args()
-    data, device, log = load_data(cfg), choose_device(cfg), None
-    if cfg.log and int(os.environ.get("RANK", 0)) == 0:
-        try:
-            log = open(cfg.log, "wb", buffering=0)
-        except OSError as error:
-            fail(f"--log {cfg.log}: {error.strerror}")
-    if "RANK" in os.environ:  # started by torchrun. When a rank is gone, the others wait a minute, not the default ten
-        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
-    else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
-        dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
-    if cfg.simulate_ranks:
-        cfg.steps = 1
+    if torch.__version__ < "2.11":
+        fail(f"this needs torch 2.11 or newer, and finds {torch.__version__}")
+    cfg, log_file = parse_args(), os.devnull
+    if cfg.log_file and from_torchrun("RANK", 0) == 0:
+        log_file = cfg.log_file
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext():
+        data, device = load_data(cfg), choose_device(cfg)
+        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not the default ten
+            backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
+        else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
+            dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
+        cfg.steps = 1 if cfg.simulate_ranks else cfg.steps
+        with open(log_file, "w") as log, fake:
             run(cfg, data, device, log)
-    except RuntimeError as error:  # on a GPU OutOfMemoryError, on a CPU just this text
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    # What memory, files and the other ranks raise is said in one line. All else is a fault in here.
+    except OSError as error:
+        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             fail("the memory is too small for this; take a smaller --layers, --width, --vocab, --batch or --context")
+        if "Connection closed by peer" in str(error):
+            fail("another rank has ended, and its own message says why")
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit is too late
 
 
 if __name__ == "__main__":
+    # Ctrl-C, and `| head` that has read enough, end the process as they end any other; a terminal may lack a Ψ.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    if from_torchrun("RANK", 0) > 0:
+        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     main()

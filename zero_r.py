@@ -12,31 +12,29 @@ among the N ranks that hold the same part, and Ψ counts one part. ZeRO-R then s
 
     torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
     python zero_r.py --simulate-ranks 400 --mp 16 --layers 125 --width 8192 --heads 64 --buffer-elements 67108864
+
+Sections 3 to 6 are the subject; P_a, C_B and M_D have a heading each in section 5.
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
 
 import argparse
 import bisect
+import collections
 import contextlib
 import dataclasses
 import gc
 import hashlib
-import inspect
 import json
 import math
-import mmap
 import os
 import pydoc_data.topics
 import random
-import re
+import signal
 import sys
 import time
-import timeit
-import typing
 import weakref
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,37 +47,44 @@ from torch.utils._python_dispatch import TorchDispatchMode  # the meter: sees ev
 # ---- 2. Configuration ------------------------------------------------------------------------------------------
 
 
+def option(default, text, *others, least=1, most=10**6):
+    """A field of Config: its default, its help, and what else it may be: one of `others`, or a number within limits."""
+    return dataclasses.field(default=default, metadata={"text": text, "others": others, "limits": (least, most)})
+
+
 @dataclasses.dataclass
 class Config:
-    """Every field is an option of the command line, and its comment is the option's help."""
+    """Every field is an option of the command line: --micro-batches sets micro_batches."""
 
-    layers: int = 4  # transformer blocks
-    width: int = 256  # size C of the hidden state
-    heads: int = 8  # attention heads; must divide the width
-    context: int = 128  # tokens T in a sequence
-    vocab: int = 256  # size of the vocabulary; a token is a byte, so at least 256
-    batch: int = 8  # sequences B per rank and micro-batch
-    micro_batches: int = 1  # micro-batches per step; their gradients are summed in fp32
-    steps: int = 50  # optimizer steps; the last one is metered and not timed
-    lr: float = 1e-3  # learning rate after the warm-up
-    warmup: int = 10  # steps in which the learning rate rises to that
-    clip: float = 1.0  # largest global norm of the gradient
-    seed: int = 0  # decides the initial weights and the order of the data
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of stored parameters, gradients and layer inputs
-    compute: Literal["auto", "bfloat16", "float32"] = "auto"  # arithmetic inside a layer; auto: the faster one here
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if this machine has a GPU for each of its ranks
-    collectives: Literal["auto", "gloo", "native"] = "auto"  # native: the library's own; auto: native, except on gloo
-    overlap: Literal["on", "off"] = "on"  # off: wait for a collective where it starts, to see what overlap hides
-    data: str = ""  # train on the bytes of this file (default: Python's own language reference)
-    log: str = ""  # write records to this file, one JSON object a line
-    simulate_ranks: int = 0  # run one step as rank 0 of this many ranks, on tensors without memory
-    mp: int = 1  # tensor-parallel ranks M of one replica; divides the ranks, the heads and the width
-    config: Literal["none", "C1", "C2", "C3", "C4", "C5", "full"] = "full"  # what is on: Table 3, all, or no ZeRO-R
-    partition: Literal["auto", "os", "os+g", "os+g+p"] = "auto"  # what ZeRO-DP partitions; auto: as --config says
-    pa: Literal["auto", "off", "on", "cpu"] = "auto"  # P_a, and P_a+cpu; auto: as --config says
-    cb: Literal["auto", "off", "on"] = "auto"  # C_B; auto: as --config says
-    md: Literal["auto", "off", "on"] = "auto"  # M_D; auto: as --config says
-    buffer_elements: int = 2**18  # elements of a fused buffer with C_B; a multiple of 16
+    layers: int = option(8, "transformer blocks", most=10**4)
+    width: int = option(384, "size C of the hidden state")
+    heads: int = option(6, "attention heads; must divide the width")
+    context: int = option(64, "tokens T in a sequence")
+    vocab: int = option(256, "size of the vocabulary; a token is a byte, so at least 256", least=256)
+    batch: int = option(4, "sequences B per rank and micro-batch")
+    micro_batches: int = option(1, "micro-batches per step; their gradients are summed in fp32", most=10**4)
+    steps: int = option(50, "optimizer steps; the last one is metered and not timed", most=10**9)
+    lr: float = option(1e-3, "learning rate after the warm-up", least=1e-12)
+    warmup: int = option(10, "steps in which the learning rate rises to that", least=0)
+    clip: float = option(1.0, "largest global norm of the gradient", least=1e-12)
+    loss_scale: float = option(2.0**16, "in float16: the loss is multiplied by this at first", most=2**64)
+    loss_scale_window: int = option(2000, "in float16: after so many good steps by twice as much", most=10**9)
+    seed: int = option(0, "decides the initial weights and the order of the data", least=-(2**63), most=2**63)
+    dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
+    compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
+    device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
+    collectives: str = option("auto", "native: the library's own; auto: native, except on gloo", "gloo", "native")
+    overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
+    data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
+    log_file: str = option("", "write records to this file, one JSON object a line")
+    simulate_ranks: int = option(0, "run one step as rank 0 of this many ranks, on tensors without memory", least=0)
+    mp: int = option(1, "tensor-parallel ranks M of one replica; divides the ranks, the heads and the width")
+    config: str = option("full", "what is on: Table 3, all, or no ZeRO-R", "none", "C1", "C2", "C3", "C4", "C5")
+    partition: str = option("auto", "what ZeRO-DP partitions; auto: as --config says", "os", "os+g", "os+g+p")
+    pa: str = option("auto", "P_a, and P_a+cpu; auto: as --config says", "off", "on", "cpu")
+    cb: str = option("auto", "C_B; auto: as --config says", "off", "on")
+    md: str = option("auto", "M_D; auto: as --config says", "off", "on")
+    buffer_elements: int = option(2**18, "elements of a fused buffer with C_B; a multiple of 16", least=16, most=2**40)
 
 
 CONFIGS = {  # Table 3: partition, P_a, C_B, M_D
@@ -93,96 +98,18 @@ CONFIGS = {  # Table 3: partition, P_a, C_B, M_D
 }
 
 
-def fail(message):
-    """Ends the run with one line and exit status 2, for what the user can put right: no traceback."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        time.sleep(10)  # torchrun ends all ranks as soon as one has failed: local rank 0 speaks, unless it is well
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(2)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        fail(message + " (--help lists the options)")
-
-
-def parse_args():
-    """The command line as a Config; ends the run where a value can't work."""
-    comments = dict(re.findall(r"^    (\w+): .*  # (.+)$", inspect.getsource(Config), re.MULTILINE))
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    for field in dataclasses.fields(Config):
-        choices = typing.get_args(field.type) or None
-        kind = {"choices": choices} if choices else {"type": field.type, "metavar": field.type.__name__.upper()}
-        default = f" (default: {field.default})" if field.default != "" else ""
-        names = ["--" + field.name.replace("_", "-")]
-        if field.name == "log":  # torchrun before Python 3.12.7 takes --log for one of its own options
-            names.append("--log-file")
-        parser.add_argument(*names, default=field.default, help=comments[field.name] + default, **kind)
-    cfg = Config(**vars(parser.parse_args()))
-
-    for name in ("layers", "width", "heads", "context", "batch", "micro_batches", "steps", "lr", "clip"):
-        if not 0 < getattr(cfg, name) < math.inf:
-            fail(f"--{name.replace('_', '-')} {getattr(cfg, name)} must be positive and finite")
-    if cfg.vocab < 256:
-        fail(f"--vocab {cfg.vocab} must be at least 256: a token is a byte")
-    if cfg.width % cfg.heads:
-        near = math.ceil(cfg.width / cfg.heads) * cfg.heads
-        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --width {near}, say")
-    if cfg.warmup < 0 or cfg.simulate_ranks < 0:
-        fail("--warmup and --simulate-ranks must not be negative")
-    if cfg.simulate_ranks and "RANK" in os.environ:
-        fail("--simulate-ranks is for one process: start it with python, without torchrun")
-    if cfg.log and os.path.exists(cfg.log) and cfg.data and os.path.samefile(cfg.log, cfg.data):
-        fail(f"--log {cfg.log} is the file of --data, and would overwrite it")
-    ranks = cfg.simulate_ranks or int(os.environ.get("WORLD_SIZE", 1))
-    for what, number in (("ranks", ranks), ("--heads", cfg.heads), ("--width", cfg.width)):
-        if cfg.mp < 1 or number % cfg.mp:
-            fail(f"--mp {cfg.mp} must divide {what} {number}: each tensor-parallel rank takes an equal part")
-    if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:
-        fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, and {16 * ranks // cfg.mp} or more")
-    for name, value in zip(("partition", "pa", "cb", "md"), CONFIGS[cfg.config]):
-        if getattr(cfg, name) == "auto":
-            setattr(cfg, name, value)
-    return cfg
-
-
-# ---- 3. Data ---------------------------------------------------------------------------------------------------
-
-
-def load_data(cfg):
-    """The training text as bytes. A file is mapped, not read, so it may be larger than memory."""
-    data = "\n".join(pydoc_data.topics.topics.values()).encode()
-    if cfg.data:
-        try:
-            with open(cfg.data, "rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.path.getsize(cfg.data) else b""
-        except OSError as error:
-            fail(f"--data {cfg.data}: {error.strerror}")
-    if len(data) <= cfg.context:
-        text = f"--data {cfg.data}" if cfg.data else "the built-in text"
-        fail(f"{text} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
-    return data
-
-
-def load_batches(data, step, cfg, comm, device):
-    """This rank's micro-batches of a step: a list of (x, y), both (B, T) int64, y one byte further than x.
-
-    The seed and the step decide one global batch, whatever the number of ranks: a rank takes its slice of it, so
-    no two ranks read the same slice of it and 1 rank x 8 trains on what 4 ranks x 2 train on.
-    """
-    draw = random.Random(f"{cfg.seed}/{step}")  # a string is hashed whole: no two (seed, step) share a stream
-    mine = cfg.micro_batches * cfg.batch
-    starts = [draw.randrange(len(data) - cfg.context) for _ in range(comm.world_size * mine)]
-    starts = starts[comm.rank * mine : (comm.rank + 1) * mine]
-    text = bytearray(b"".join(data[start : start + cfg.context + 1] for start in starts))
-    tokens = torch.frombuffer(text, dtype=torch.uint8).view(mine, cfg.context + 1).to(device, torch.int64)
-    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(cfg.batch)]
-
-
-# ---- 4. The model ----------------------------------------------------------------------------------------------
+# ---- 3. The model ----------------------------------------------------------------------------------------------
 # GPT-2 with pre-LayerNorm and learned positions; the head is not tied to the embedding. All layers take (x, y) and
-# only the head reads the targets y, so that one loop serves all layers. They are made on the meta device: a module
-# gives names and shapes here and never holds a weight.
+# only the head reads the targets y, so that one loop serves all layers.
+
+
+def initialize(module, cfg):
+    """GPT-2's initial weights; those that add to the residual stream are scaled down. Norms stay at PyTorch's own."""
+    for name, weight in module.named_parameters():
+        if weight.dim() == 2:
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * cfg.layers) if name.endswith("proj.weight") else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(weight)
 
 
 class Embedding(nn.Module):
@@ -190,6 +117,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.token = nn.Embedding(cfg.vocab, cfg.width)
         self.position = nn.Embedding(cfg.context, cfg.width)
+        initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T) int64 -> (B, T, C)
         return self.token(x) + self.position.weight[: x.shape[1]]
@@ -202,55 +130,51 @@ CUT = {"qkv.weight": 0, "qkv.bias": 0, "mlp_up.weight": 0, "mlp_up.bias": 0}  # 
 CUT |= {"attention_proj.weight": 1, "mlp_proj.weight": 1}  # by inputs
 
 
-class Spread(torch.autograd.Function):
-    """Megatron's f, into the layers that are cut: the identity. Backward sums the gradients of the replica's ranks."""
+class SumOverReplica(torch.autograd.Function):
+    """At one end of what is cut, in `backward` or in `forward`, the ranks of a replica sum; else it is the identity.
+    Where the cut part begins (Megatron's f) that is the gradient, where it ends (Megatron's g) the output."""
 
     @staticmethod
-    def forward(ctx, x, replica):
-        ctx.replica = replica
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return ctx.replica.all_reduce(dx), None  # in place: the linear layer has made dx for this alone
-
-
-class Join(torch.autograd.Function):
-    """Megatron's g, out of them: the sum of the ranks' outputs. Backward is the identity."""
-
-    @staticmethod
-    def forward(ctx, x, replica):
+    def forward(ctx, x, replica, where):
+        ctx.replica, ctx.where = replica, where
+        if where == "backward":
+            return x.view_as(x)
         ctx.mark_dirty(x)
-        return replica.all_reduce(x)
+        return replica.all_reduce(x, "all_reduce")
 
     @staticmethod
-    def backward(ctx, dx):
-        return dx, None
+    def backward(ctx, dx):  # in place: the linear layer has made dx for this alone
+        return ctx.replica.all_reduce(dx, "all_reduce") if ctx.where == "backward" else dx, None, None
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, replica):
+    replica = None  # this rank's Collectives within its replica
+
+    def __init__(self, cfg):
         super().__init__()
-        self.heads, self.replica = cfg.heads // cfg.mp, replica
+        self.heads = cfg.heads // cfg.mp
         self.attention_norm = nn.LayerNorm(cfg.width)
-        self.qkv = nn.Linear(cfg.width, 3 * cfg.width // cfg.mp)
-        self.attention_proj = nn.Linear(cfg.width // cfg.mp, cfg.width)
+        self.qkv = nn.Linear(cfg.width, 3 * cfg.width)
+        self.attention_proj = nn.Linear(cfg.width, cfg.width)
         self.mlp_norm = nn.LayerNorm(cfg.width)
-        self.mlp_up = nn.Linear(cfg.width, 4 * cfg.width // cfg.mp)
-        self.mlp_proj = nn.Linear(4 * cfg.width // cfg.mp, cfg.width)
+        self.mlp_up = nn.Linear(cfg.width, 4 * cfg.width)
+        self.mlp_proj = nn.Linear(4 * cfg.width, cfg.width)
+        initialize(self, cfg)
+
+    def spread(self, x):
+        return SumOverReplica.apply(x, self.replica, "backward")
 
     def project(self, linear, x):
         """The part of a projection that this rank has the inputs for, summed over ranks; the bias enters once."""
-        return Join.apply(F.linear(x, linear.weight), self.replica) + linear.bias
+        return SumOverReplica.apply(F.linear(x, linear.weight), self.replica, "forward") + linear.bias
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        qkv = self.qkv(Spread.apply(self.attention_norm(x), self.replica))
+        qkv = self.qkv(self.spread(self.attention_norm(x)))
         q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.project(self.attention_proj, heads.transpose(1, 2).reshape(B, T, -1))
-        hidden = F.gelu(self.mlp_up(Spread.apply(self.mlp_norm(x), self.replica)), approximate="tanh")
-        return x + self.project(self.mlp_proj, hidden)
+        return x + self.project(self.mlp_proj, F.gelu(self.mlp_up(self.spread(self.mlp_norm(x)))))
 
 
 class Head(nn.Module):
@@ -258,12 +182,13 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(cfg.width)
         self.logits = nn.Linear(cfg.width, cfg.vocab, bias=False)
+        initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T, C), y (B, T) int64 -> the mean loss, 0-d fp32
         return F.cross_entropy(self.logits(self.norm(x)).float().flatten(0, 1), y.flatten())
 
 
-# ---- 5. Collectives --------------------------------------------------------------------------------------------
+# ---- 4. Collectives --------------------------------------------------------------------------------------------
 
 
 class Collectives:
@@ -283,9 +208,9 @@ class Collectives:
         self.start_step()
 
     def start_step(self):
-        """Sets the counters to zero."""
+        """Forgets the last step's counts and times."""
         self.sent = {}  # collective -> calls, elements and bytes that this rank has sent
-        self.waits = []  # (start, end) of each time the step stood waiting
+        self.spans = []  # (collective, layer, its start, when the step began to wait for it, its end)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
@@ -296,7 +221,9 @@ class Collectives:
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
-            works = [reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)]
+            # torch 2.13 gave it this name and warns of the old one; 2.11 and 2.12 have only that.
+            call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            works = [call(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)]
             return self.started("reduce_scatter", layer, full, works, [full, shard], lambda: shard)
         received = torch.empty_like(full)
         works = [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
@@ -314,31 +241,26 @@ class Collectives:
         if self.native:
             part = full.numel() // self.world_size
             slices = [full[self.rank * part : (self.rank + 1) * part]]
-            works = [all_gather_single(full, slices[0], group=self.group, async_op=True)]
+            call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # a new name, as above
+            works = [call(full, slices[0], group=self.group, async_op=True)]
         else:  # each owner broadcasts its slice, as §5.3 words it
             slices = full.chunk(self.world_size)
             works = [dist.broadcast(s, group=self.group, group_src=r, async_op=True) for r, s in enumerate(slices)]
         return self.started("all_gather", layer, full, works, slices, lambda: full)
 
-    def all_reduce(self, x):
-        """Sums an activation or its gradient over the ranks, in place. The next operation waits for it."""
-        flat = x.view(-1)
-        works = [dist.all_reduce(flat, group=self.group, async_op=True)]
-        return self.started("all_reduce", "", flat, works, [flat], lambda: x, halves=2)()
-
     def started(self, name, layer, full, works, tensors, result, halves=1):
-        """Counts a collective over `full` and returns its wait(). Either half sends n(N-1)/N elements (§7.1)."""
-        self.count(name, halves * (full.numel() // self.world_size) * (self.world_size - 1), full.element_size())
-        start = self.meter.now()
+        """Counts a collective over `full` and returns its wait(). Each half sends n(N-1)/N elements (§7.1)."""
+        elements = halves * full.numel() * (self.world_size - 1) // self.world_size
+        sent = self.sent.setdefault(name, collections.Counter())
+        sent.update(calls=1, elements=elements, bytes=elements * full.element_size())
+        start = self.meter.running and self.meter.now()
 
         def wait():
             stood = self.meter.now()
             while works:
                 works.pop(0).wait()
-            end = self.meter.now()
+            self.spans.append((name, layer, start, stood, self.meter.now()))
             self.meter.settle(tensors)
-            self.waits.append((stood, end))
-            self.meter.span(name, layer, start, end)
             return result()
 
         if self.overlap:
@@ -346,191 +268,14 @@ class Collectives:
         value = wait()
         return lambda: value
 
-    def all_reduce_scalars(self, scalars):
-        """Sums a handful of numbers over the ranks, in place. Listed apart from the volume of the model."""
-        self.count("scalars", scalars.numel(), scalars.element_size())
-        start = self.meter.now()
-        dist.all_reduce(scalars, group=self.group)
-        self.meter.settle([scalars])
-        self.waits.append((start, self.meter.now()))
-        return scalars
-
-    def count(self, name, elements, element_size):
-        entry = self.sent.setdefault(name, {"calls": 0, "elements": 0, "bytes": 0})
-        entry["calls"] += 1
-        entry["elements"] += elements
-        entry["bytes"] += elements * element_size
-
-    def waited_ms(self):
-        return sum(elapsed_ms(start, end) for start, end in self.waits)
+    def all_reduce(self, x, name="scalars"):
+        """Sums a tensor over the ranks, in place, and waits for it. Scalars are no part of the volume of the model."""
+        flat = x.view(-1)
+        works = [dist.all_reduce(flat, group=self.group, async_op=True)]
+        return self.started(name, "", flat, works, [flat], lambda: x, halves=2)()
 
 
-# torch 2.13 gave these two new names; 2.11 and older have only the old ones.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-# ---- 6. The memory meter ---------------------------------------------------------------------------------------
-
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host")
-
-
-class Meter(TorchDispatchMode):
-    """Counts the live bytes of one step by category, from the storages that really exist.
-
-    While it is on it sees the result of every operation. A storage it has not seen is a birth; a weak reference
-    tells of the death. A storage often gets its name only later (a gradient is known as one when autograd returns
-    it), so births and deaths are written to a trace first, and counted at the end under the final names.
-    """
-
-    def __init__(self, device):
-        super().__init__()
-        self.device, self.running = device, False
-        self.default = "buffers"  # what a storage is until it is named
-
-    def start(self, named):
-        """Begins a trace with the (tensor, category) pairs that are alive already."""
-        self.running, self.began = True, self.now()
-        self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
-        self.category = []  # number of a storage -> its category
-        self.alive = {}  # address of a living storage -> (number, weak reference)
-        self.kept = set()  # numbers of the long-lived storages that M_D is about: kept layer inputs and gradients
-        self.spans = []  # (what, layer, start, end)
-        for tensor, category in named:
-            self.name(tensor, category)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return result
-
-    def see(self, tensor):
-        """Gives the tensor's storage a number at first sight, and notes its birth and, when it comes, its death."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self.alive and tensor.device.type != "meta":  # a meta module has shapes, no memory
-            number, size = len(self.category), storage.nbytes()
-
-            def died(_):
-                del self.alive[address]
-                self.trace.append((number, -size))
-
-            self.alive[address] = number, weakref.ref(storage, died)
-            self.category.append(self.default)
-            self.trace.append((number, size))
-
-    def name(self, tensor, category):
-        """Says what a tensor is, from its birth on. Returns the tensor."""
-        if self.running:
-            self.see(tensor)
-            self.category[self.alive[tensor.untyped_storage()._cdata][0]] = category
-        return tensor
-
-    def keep(self, tensor, category):
-        """Names a tensor as one of those that M_D is about."""
-        self.name(tensor, category)
-        if self.running:
-            self.kept.add(self.alive[tensor.untyped_storage()._cdata][0])
-        return tensor
-
-    def mark(self, label):
-        """Notes a moment of the step for the timeline."""
-        if self.running:
-            self.trace.append((label, self.now()))
-
-    def span(self, what, layer, start, end):
-        if self.running:
-            self.spans.append((what, layer, start, end))
-
-    def settle(self, tensors):
-        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
-        or the live bytes would differ from run to run."""
-        if not self.running or dist.get_backend() != "gloo":
-            return
-        deadline = time.perf_counter() + 10
-        while any(tensor._use_count() > 1 for tensor in tensors):
-            if time.perf_counter() > deadline:
-                raise RuntimeError("a view or a work still holds a tensor whose transfer is over: del it earlier")
-            time.sleep(0)
-        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
-
-    @contextlib.contextmanager
-    def computing(self, what, layer):
-        """The call of a layer or its backward: what is made in here and not named is an activation."""
-        self.default, start = "activations", self.now()
-        yield
-        self.default = "buffers"
-        self.span(what, layer, start, self.now())
-        self.mark(f"{what} {layer}")
-
-    def now(self):
-        """The time, as the device's queue reaches this point: a CUDA event, or seconds of the CPU's clock."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def replay(self):
-        """Counts the trace: a list of moments {label, ms, category: bytes}, and the moment of the peak."""
-        live, total, most, peak, timeline = dict.fromkeys(CATEGORIES, 0), 0, 0, {}, []
-        for key, value in self.trace:
-            if isinstance(key, str):
-                timeline.append({"label": key, "ms": elapsed_ms(self.began, value), **live})
-                continue
-            live[self.category[key]] += value
-            total += value if self.category[key] != "host" else 0
-            if total > most:
-                most, peak = total, dict(live)
-        return timeline, peak
-
-    def heap(self, chosen):
-        """§6.3: replays the chosen storages in one address space, each placed in the first gap that holds it. Returns
-        the peak of their live bytes and the highest address in use: the excess is fragmentation."""
-        gaps, placed, live, most, top = [(0, math.inf)], {}, 0, 0, 0
-        for key, size in self.trace:
-            if isinstance(key, str) or size == 0 or key not in chosen:
-                continue
-            live += size
-            most = max(most, live)
-            if size > 0:
-                at, (start, end) = next((at, gap) for at, gap in enumerate(gaps) if gap[1] - gap[0] >= size)
-                placed[key], top = start, max(top, start + size)
-                gaps[at : at + 1] = [(start + size, end)] if start + size < end else []
-            else:
-                start, end = placed[key], placed[key] - size
-                at = bisect.bisect(gaps, (start, end))
-                if gaps[at][0] == end:  # grows into the gap after it, and into the gap before it
-                    end = gaps.pop(at)[1]
-                if at and gaps[at - 1][1] == start:
-                    at, start = at - 1, gaps.pop(at - 1)[0]
-                gaps.insert(at, (start, end))
-        return most, top
-
-    def residual(self):
-        """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a heap
-        takes over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
-        device = {number for number, category in enumerate(self.category) if category != "host"}
-        found = {"kept": self.heap({n for n in self.kept if self.category[n] == "activations"})[0]}
-        found["kept_host"] = self.heap({n for n in self.kept if self.category[n] == "host"})[0]
-        for name, chosen in (("fragmentation", device), ("fragmentation_kept", self.kept & device)):
-            live, space = self.heap(chosen)
-            found[name] = space / live - 1
-        return found
-
-    def timed_spans(self):
-        spans = [(what, layer, *(elapsed_ms(self.began, at) for at in ends)) for what, layer, *ends in self.spans]
-        return [dict(zip(("what", "layer", "start_ms", "end_ms"), span)) for span in spans]
-
-
-def elapsed_ms(start, end):
-    """Milliseconds between two results of Meter.now()."""
-    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
-
-
-# ---- 7. The layer, its state, and the train step ---------------------------------------------------------------
+# ---- 5. The layer and its state --------------------------------------------------------------------------------
 
 
 class Layer:
@@ -540,15 +285,19 @@ class Layer:
     answer to three questions: where does the flat vector live, where does its gradient go, who owns its fp32 copy.
     """
 
-    def __init__(self, name, module, cfg, comm, device, compute):
-        self.name, self.module, self.compute = name, module, compute
-        self.dtype = getattr(torch, cfg.dtype)
-        self.shapes = {name: weight.shape for name, weight in module.named_parameters()}
-        # What the replica's ranks have cut comes first in the flat vector, what they all hold at its end: the norm of
-        # the gradient counts the latter once, not M times.
-        self.order = list(self.shapes)
-        self.shapes = {name: self.shapes[name] for name in sorted(self.order, key=lambda name: name not in CUT)}
-        self.cut = sum(shape.numel() for name, shape in self.shapes.items() if name in CUT)
+    def __init__(self, name, kind, cfg, comm, device):
+        self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
+        with torch.device("meta"):
+            self.module = kind(cfg)  # names, shapes and forward(); it never holds a weight
+        torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
+        initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
+        # Drawn whole and then cut: the same weights for every M. What is cut comes first in the flat vector, and what
+        # all M ranks hold at its end: the norm of the gradient counts the latter once, not M times.
+        weights = {name: cut(name, weight, comm.replica) for name, weight in initial.named_parameters()}
+        weights = {name: weights[name] for name in sorted(weights, key=lambda name: name not in CUT)}
+        self.cut = sum(weight.numel() for name, weight in weights.items() if name in CUT)
+        self.constants = {name: constant.to(device) for name, constant in initial.named_buffers()}
+        self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
         # N ranks cut the vector into N equal slices. 16 more in the multiple, because fused Adam computes the last
         # few elements of a vector with other instructions and other last bits: now no cut moves an element there.
@@ -556,91 +305,52 @@ class Layer:
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
-        full = self.initial_weights(cfg, comm.replica).to(device)
+        # The padding must be zero: one NaN in it would make the norm, and then every gradient, NaN.
+        padding = torch.zeros(self.padded - self.psi)
+        full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
         self.flat = full.to(self.dtype, copy=True) if cfg.partition != "os+g+p" else None  # never released
-        self.shard = self.flat[self.own] if self.flat is not None else full[self.own].to(self.dtype, copy=True)
+        self.shard = full[self.own].to(self.dtype, copy=True) if self.flat is None else self.flat[self.own]
         self.master = full[self.own].clone()  # §5.1: fp32, what Adam updates (padded/N,): 4Ψ/N, with its moments 12Ψ/N
+        self.whole_grad = cfg.partition == "os"  # §5.1: and not just this rank's slice
         self.grad = None  # from backward to the end of the step
+        self.grad_slot = self.input_slot = None  # §6.3, M_D: their places in the contiguous buffers
 
-    def initial_weights(self, cfg, replica):
-        """GPT-2's initial weights (padded,) fp32, drawn alike on every rank and device. The padding must be zero."""
-        seed = random.Random(f"{cfg.seed}/{self.name}").getrandbits(32)
-        generator = torch.Generator().manual_seed(seed)
-        full = torch.zeros(self.padded)
-        pieces = dict(zip(self.shapes, full.split(self.sizes)))
-        for name in self.order:  # drawn whole and in the order of stage 3, and then cut: the same weights for every M
-            shape = list(self.shapes[name])
-            if name in CUT:
-                shape[CUT[name]] *= replica.world_size
-            whole = torch.zeros(shape)
-            if len(shape) == 2:  # a matrix; those that add to the residual stream are scaled down
-                std = 0.02 / math.sqrt(2 * cfg.layers) if name.endswith("proj.weight") else 0.02
-                whole.normal_(0, std, generator=generator)
-            elif name.endswith("norm.weight"):
-                whole.fill_(1)
-            if name in CUT:  # q, k and v each give a rank its heads
-                parts = whole.chunk(3) if name.startswith("qkv") else [whole]
-                whole = torch.cat([part.chunk(replica.world_size, CUT[name])[replica.rank] for part in parts])
-            pieces[name].copy_(whole.flatten())
-        return full
+    @property
+    def own_grad(self):
+        return self.grad[self.own] if self.whole_grad else self.grad
 
     def __call__(self, flat, x, y):
         """flat (padded,), x the layer's input -> its output in the stored dtype, or the loss in fp32.
 
-        A CPU without bf16 units multiplies bf16 matrices 30 to 100 times slower than fp32 ones, so what is stored in
-        16 bits may be widened here for the arithmetic. Such a copy lives as long as the layer computes.
+        A CPU without units for 16 bits multiplies such matrices 30 to 100 times slower than fp32 ones, so what is
+        stored in 16 bits may be widened here for the arithmetic. Such a copy lives as long as the layer computes.
         """
         pieces = flat.to(self.compute).split(self.sizes)  # the last piece is the padding, which nothing uses
         weights = {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces)}
         x = x.to(self.compute) if x.is_floating_point() else x
-        out = torch.func.functional_call(self.module, weights, (x, y))
+        out = torch.func.functional_call(self.module, weights | self.constants, (x, y))
         return out.to(self.dtype) if out.dim() else out
 
 
-def make_layers(cfg, comm, device, compute):
+def cut(name, weight, replica):
+    """This rank's part of a whole weight, where Megatron cuts it. Of q, k and v it gets its heads of each."""
+    if name not in CUT:
+        return weight
+    parts = weight.chunk(3) if name.startswith("qkv") else [weight]
+    return torch.cat([part.chunk(replica.world_size, CUT[name])[replica.rank] for part in parts])
+
+
+def make_layers(cfg, comm, device):
     """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
-    with torch.device("meta"):
-        modules = {"embedding": Embedding(cfg)}
-        modules |= {f"block {i}": Block(cfg, comm.replica) for i in range(cfg.layers)}
-        modules |= {"head": Head(cfg)}
-    return [Layer(name, module, cfg, comm, device, compute) for name, module in modules.items()]
-
-
-def master_pieces(layers, cfg):
-    """[[(layer, start, piece of its master copy), ...], ...]: what Adam updates, in groups that it updates in one go.
-    §6.2, C_B: a group is a piece of constant size, and so is its fp32 gradient. Otherwise it is the whole model."""
-    size = cfg.buffer_elements if cfg.cb == "on" else 2**60
-    pieces = [(layer, i * size, piece) for layer in layers for i, piece in enumerate(layer.master.split(size))]
-    return [[piece] for piece in pieces] if cfg.cb == "on" else [pieces]
-
-
-def allocate_once(layers, cfg, comm, device):
-    """§6.3, M_D: two contiguous buffers for what lives long, handed to the layers in slots; returned for the meter.
-    What comes and goes between tensors that stay leaves holes too small for what is larger; kept apart, it does not."""
-    if cfg.md == "off":
-        return []
-    grad_dtype = layers[0].dtype if cfg.micro_batches == 1 else torch.float32
-    sizes = [layer.padded if cfg.partition == "os" else layer.shard.numel() for layer in layers]
-    grads = torch.empty(sum(sizes), dtype=grad_dtype, device=device)
-    for layer, slot in zip(layers, grads.split(sizes)):
-        layer.grad_slot = slot
-    part = cfg.batch * cfg.context * cfg.width // (comm.replica.world_size if cfg.pa != "off" else 1)
-    inputs = empty_inputs(part * cfg.layers, layers[0].dtype, cfg, device)
-    for layer, slot in zip(layers[1:-1], inputs.split(part)):
-        layer.input_slot = slot
-    return [(grads, "gradients"), (inputs, "host" if cfg.pa == "cpu" else "activations")]
-
-
-def empty_inputs(size, dtype, cfg, device):
-    """Memory for kept layer inputs: on the device, or with P_a+cpu on the host, pinned if a GPU copies from there."""
-    pinned = cfg.pa == "cpu" and device.type == "cuda"
-    return torch.empty(size, dtype=dtype, device="cpu" if cfg.pa == "cpu" else device, pin_memory=pinned)
+    Block.replica = comm.replica
+    kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
+    return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
 
 
 def named_states(layers, adam):
     """(tensor, category) of all that lives from one step to the next."""
     for layer in layers:
-        yield layer.shard, "parameters"  # §5.3
+        yield layer.shard, "parameters"  # §5.3; of a whole vector a view, and the meter sees the whole
         yield layer.master, "optimizer"
     for state in adam.state.values():
         yield state["exp_avg"], "optimizer"
@@ -657,7 +367,7 @@ def full_master(layer, comm):
 
 def paper_states(psi, world_size, cfg):
     """Bytes of model states per rank: parameters + gradients + optimizer states."""
-    width = 2 if cfg.dtype == "bfloat16" else 4
+    width = 4 if cfg.dtype == "float32" else 2
     grad_width = width if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     part = psi / world_size  # §5.1: 12Ψ/N; §5.2: + 2Ψ/N; §5.3: + 2Ψ/N
     gradients, parameters = (psi if cfg.partition == "os" else part), (part if cfg.partition == "os+g+p" else psi)
@@ -683,85 +393,133 @@ def paper_tensor_volume(cfg):
     return cfg.micro_batches * cfg.layers * per_block * (12 + (cfg.pa != "off"))
 
 
+# -- §6.1, P_a: of a layer's input, which all M ranks of a replica have, each keeps 1/M, with P_a+cpu in host memory --
+
+
+def empty_inputs(size, dtype, cfg, device):
+    """Memory for kept layer inputs. On the host it is pinned if a GPU copies from there, and PyTorch rounds such a
+    block up to a power of two."""
+    pinned = cfg.pa == "cpu" and device.type == "cuda"
+    return torch.empty(size, dtype=dtype, device="cpu" if cfg.pa == "cpu" else device, pin_memory=pinned)
+
+
+def keep_input(x, layer, cfg, comm, meter):
+    """Keeps a block's input (B, T, C) until its backward. Returns the function that brings it back."""
+    replica, M = comm.replica, cfg.mp if cfg.pa != "off" else 1
+    if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
+        return lambda x=meter.keep(x, "activations"): x
+    shape, part, rank = x.shape, x.numel() // M, replica.rank if M > 1 else 0
+    own = slice(rank * part, (rank + 1) * part)
+    kept = empty_inputs(part, x.dtype, cfg, x.device) if layer.input_slot is None else layer.input_slot
+    meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
+    kept.copy_(x.flatten()[own], non_blocking=True)
+
+    def bring_back():
+        if M == 1 and cfg.pa != "cpu":
+            return kept.view(shape)
+        full = meter.name(torch.empty(part * M, dtype=kept.dtype, device=meter.device), "activations")
+        full[own].copy_(kept, non_blocking=True)
+        return (replica.all_gather(full, layer.name)() if M > 1 else full).view(shape)
+
+    return bring_back
+
+
+# -- §6.2, C_B: what is fused has a constant size: the pieces of a reduction, of the fp32 gradients, of the norm --
+
+
+def reduction_pieces(full, cfg, comm):
+    """What one reduce-scatter takes of a flat gradient: all of it, or a stretch of every rank's slice."""
+    if cfg.cb == "off":
+        return [full]
+    return full.view(comm.world_size, -1).split(cfg.buffer_elements // comm.world_size, 1)
+
+
+def master_pieces(layers, cfg):
+    """[[(layer, start, piece of its master copy), ...], ...]: what Adam updates, in groups that it updates in one go:
+    pieces of constant size, whose fp32 gradients need a buffer of that size, or the whole model."""
+    size = cfg.buffer_elements if cfg.cb == "on" else 2**60
+    pieces = [(layer, i * size, piece) for layer in layers for i, piece in enumerate(layer.master.split(size))]
+    return [[piece] for piece in pieces] if cfg.cb == "on" else [pieces]
+
+
+def squared_pieces(vector, cfg):
+    """Half the elements of a buffer, since the norm widens each to 8 bytes, where a buffer's takes 4."""
+    return vector.split(cfg.buffer_elements // 2) if cfg.cb == "on" else vector.chunk(16)
+
+
+# -- §6.3, M_D: what lives long, gradients and kept inputs, is copied into two contiguous buffers allocated once --
+
+
+def allocate_once(layers, cfg, device):
+    """The two buffers, handed to the layers in slots; returned for the meter. What comes and goes between tensors that
+    stay leaves holes too small for what is larger; kept apart, it does not."""
+    if cfg.md == "off":
+        return []
+    grad_dtype = layers[0].dtype if cfg.micro_batches == 1 else torch.float32
+    sizes = [layer.padded if layer.whole_grad else layer.shard.numel() for layer in layers]
+    grads = torch.empty(sum(sizes), dtype=grad_dtype, device=device)
+    for layer, slot in zip(layers, grads.split(sizes)):
+        layer.grad_slot = slot
+    part = cfg.batch * cfg.context * cfg.width // (cfg.mp if cfg.pa != "off" else 1)
+    inputs = empty_inputs(part * cfg.layers, layers[0].dtype, cfg, device)
+    for layer, slot in zip(layers[1:-1], inputs.split(part)):
+        layer.input_slot = slot
+    return [(grads, "gradients"), (inputs, "host" if cfg.pa == "cpu" else "activations")]
+
+
+def empty_gradient(layer, dtype, meter):
+    """The layer's slot in the contiguous buffer, or new memory."""
+    size = layer.padded if layer.whole_grad else layer.shard.numel()
+    new = torch.empty(size, dtype=dtype, device=meter.device) if layer.grad_slot is None else layer.grad_slot
+    return meter.keep(new, "gradients")
+
+
+# ---- 6. The train step -----------------------------------------------------------------------------------------
+
+
 def sum_of_squares(vectors, cfg):
-    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum
-    and every stage gets the same norm to the last bit. In pieces, because each piece is widened to 8 bytes."""
+    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum.
+    In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        # §6.2, C_B: half the elements of a buffer, since each takes 8 bytes where a buffer's takes 4.
-        for piece in vector.split(cfg.buffer_elements // 2) if cfg.cb == "on" else vector.chunk(4):
-            total += piece.double().square_().sum()
+        for piece in squared_pieces(vector, cfg):
+            piece = piece.double()
+            total += piece.dot(piece)
     return total
 
 
 @torch.no_grad()
-def train_step(layers, adam, batches, cfg, comm, meter, groups):
+def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
     """One step: forward and backward of every micro-batch, the reduction of the gradients, Adam.
 
-    batches: list of (x, y). Returns the loss, the mean over ranks and micro-batches, and the global norm of the
-    gradient, both 0-d fp32. Nothing here reads a number back from the device, so the device never waits for Python.
+    batches: list of (x, y); scale: what the loss is multiplied by, 1 except in float16. Returns the loss, the mean over
+    ranks and micro-batches, and the global norm of the gradient, both 0-d fp32 and not scaled. Nothing here reads a
+    number back from the device, so Python never waits for it and can queue the whole step ahead.
     """
     dtype = layers[0].dtype
     grad_dtype = dtype if len(batches) == 1 else torch.float32  # small terms vanish in a 16-bit sum
     loss = torch.zeros((), dtype=torch.float64, device=meter.device)
-    reducing = []  # the reduction under way: (layer, pieces, wait), at most one
+    reducing = []  # the reduction under way: (layer, pieces, wait for the first), at most one
 
     def start_reduction(layer, full):
-        """§6.2, C_B: in pieces of a buffer, each a stretch of every rank's slice; one starts now, the rest in turn."""
-        each = cfg.buffer_elements // comm.world_size
-        pieces = full.view(comm.world_size, -1).split(each, 1) if cfg.cb == "on" else [full]
+        pieces = reduction_pieces(full, cfg, comm)  # §6.2, C_B: one starts now, the rest in turn
         reducing.append((layer, pieces, comm.reduce_scatter(pieces[0].flatten(), layer.name)))
 
     def finish_reduction():
-        for layer, pieces, wait in reducing:
+        while reducing:
+            layer, pieces, wait = reducing.pop()
             # §5.2: of the gradient, only the slice that this rank updates stays. Slices add up over the micro-batches.
-            fresh = layer.grad is None or cfg.partition == "os"  # P_os: the average takes the place of the own sum
-            layer.grad = empty_gradient(layer) if layer.grad is None else layer.grad
+            fresh = layer.grad is None or layer.whole_grad  # P_os: the average takes the place of the own sum
+            layer.grad = empty_gradient(layer, grad_dtype, meter) if layer.grad is None else layer.grad
             start = 0
             for following in [*pieces[1:], None]:
                 average = wait()
                 end = start + average.numel()
-                own_grad(layer)[start:end].copy_(average) if fresh else own_grad(layer)[start:end].add_(average)
-                start, average, wait = end, None, None
+                own = layer.own_grad[start:end]
+                own.copy_(average) if fresh else own.add_(average)
+                start, average, wait = end, None, None  # one pair of buffers: let go of it before the next is made
                 if following is not None:
                     wait = comm.reduce_scatter(following.flatten(), layer.name)
-        reducing.clear()
-
-    def own_grad(layer):
-        return layer.grad[layer.own] if cfg.partition == "os" else layer.grad
-
-    def empty_gradient(layer):
-        """§6.3, M_D: the layer's slot in the contiguous buffer, or new memory."""
-        size = layer.padded if cfg.partition == "os" else layer.shard.numel()
-        new = layer.grad_slot if cfg.md == "on" else torch.empty(size, dtype=grad_dtype, device=meter.device)
-        return meter.keep(new, "gradients")
-
-    def keep(x, layer):
-        """Keeps a layer's input (B, T, C) until its backward. Returns the function that brings it back.
-
-        §6.1, P_a: of the input, which all ranks of the replica have, a rank keeps its slice, and they gather it again.
-        §6.3, M_D: into the layer's slot in the contiguous buffer. The tokens are small and the head's input is needed
-        again at once: they stay as they are.
-        """
-        M = comm.replica.world_size if cfg.pa != "off" else 1
-        if layer in (layers[0], layers[-1]):
-            return lambda: x
-        if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
-            return lambda x=meter.keep(x, "activations"): x
-        shape, part = x.shape, x.numel() // M
-        own = slice(comm.replica.rank % M * part, (comm.replica.rank % M + 1) * part)  # M = 1: all of it
-        kept = layer.input_slot if cfg.md == "on" else empty_inputs(part, x.dtype, cfg, x.device)
-        meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
-        kept.copy_(x.flatten()[own], non_blocking=True)
-
-        def bring_back():
-            if M == 1 and cfg.pa != "cpu":
-                return kept.view(shape)
-            full = meter.name(torch.empty(part * M, dtype=kept.dtype, device=meter.device), "activations")
-            full[own].copy_(kept, non_blocking=True)
-            return (comm.replica.all_gather(full, layer.name)() if M > 1 else full).view(shape)
-
-        return bring_back
 
     def gather(layer):
         """§5.3: starts to collect a layer's parameters, every slice from its owner. wait() -> (padded,) 16-bit."""
@@ -773,18 +531,20 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
 
     for micro, (tokens, y) in enumerate(batches):
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
-        x, inputs = tokens, [keep(tokens, layers[0])]
+        x, inputs = tokens, [lambda x=tokens: x]
         wait = gather(layers[0])
         for layer, following in zip(layers, layers[1:]):
             flat = wait()
             wait = gather(following)  # §5.3: it travels while this layer computes
             with meter.computing("forward", layer.name):
                 x = layer(flat, x, y)
-            inputs.append(keep(x, following))
-            del flat  # §5.3: released; at most two layers' parameters are ever whole
+            # §6.1: a rank keeps its slice. Not of the head's input, which is needed again at once.
+            inputs.append((lambda x=x: x) if following is layers[-1] else keep_input(x, following, cfg, comm, meter))
+            del flat  # §5.3: released; of at most two layers the stored parameters are whole
 
-        # Backward, in reverse order: recompute a layer from its input, differentiate, forget.
-        dx = [torch.full((), 1 / len(batches), device=meter.device)]  # the loss is the mean over the micro-batches
+        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. It begins with the mean
+        # over the micro-batches, and with the scale that keeps small gradients from vanishing in float16.
+        dx = [torch.full((), scale / len(batches), device=meter.device)]
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
             flat, x = wait(), inputs.pop()()  # §6.1: whole again, one at a time
             wait = gather(following) if following else None  # §5.3: the same in reverse
@@ -801,38 +561,36 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
             # §5.2: reduce right away, in every micro-batch, while the next layer computes. First finish the reduction
             # before it: two at once would hold two pairs of send and receive buffers.
             finish_reduction()
-            if cfg.partition != "os":
+            if not layer.whole_grad:
                 start_reduction(layer, flat_grad)
             else:  # §5.1: the whole gradient stays, and is reduced once a step
-                if layer.grad is not None:
-                    layer.grad.add_(flat_grad)
-                elif cfg.md == "on" or grad_dtype != dtype:
-                    layer.grad = empty_gradient(layer).copy_(flat_grad)
-                else:
-                    layer.grad = meter.keep(flat_grad, "gradients")
+                if layer.grad is None:
+                    layer.grad = empty_gradient(layer, grad_dtype, meter).zero_()
+                layer.grad.add_(flat_grad)
                 if micro == len(batches) - 1:
                     start_reduction(layer, meter.name(layer.grad.to(dtype), "gradients"))
             del flat_grad
     finish_reduction()
     meter.mark("before the optimizer step")
 
-    # The replica's ranks hold different parts of what is cut, and the same values of what is not.
-    cut = [own_grad(layer)[: max(0, layer.cut - layer.own.start)] for layer in layers]
-    replicated = [own_grad(layer)[max(0, layer.cut - layer.own.start) :] for layer in layers]
-    sums = torch.stack([loss, sum_of_squares(cut, cfg), sum_of_squares(replicated, cfg)])
-    loss, squares_cut, squares = comm.all_reduce_scalars(sums)  # §5.1: a rank has only its slice
-    norm = (comm.replica.all_reduce_scalars(squares_cut) + squares).sqrt().float()
+    # Of the average gradient every rank squares its own slice, and the sum over the ranks is the same on all of them.
+    # The replica's ranks hold different parts of what is cut, and the same values of what is not: those count once.
+    cut = [layer.own_grad[: max(0, layer.cut - layer.own.start)] for layer in layers]
+    replicated = [layer.own_grad[max(0, layer.cut - layer.own.start) :] for layer in layers]
+    squares = sum_of_squares(cut, cfg) + sum_of_squares(replicated, cfg) / cfg.mp
+    loss, squares = comm.all_reduce(torch.stack([loss, squares]))
+    squares = comm.replica.all_reduce(squares)
+    norm = (squares.sqrt() / scale).float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
     # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
-    adam.grad_scale = (norm / cfg.clip).clamp(min=1)
+    adam.grad_scale = (norm / cfg.clip).clamp(min=1) * scale
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients of all that it updates in fp32. Together they are as large as §3.2's fused buffer.
-    # §6.2: with C_B a group is one piece of constant size.
+    # Adam wants the gradients of all that it updates in fp32. §6.2, C_B: a group is one piece of constant size.
     for group in groups:
         adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk through all
         for layer, start, piece in group:
-            piece.grad = own_grad(layer)[start : start + piece.numel()].float()
+            piece.grad = layer.own_grad[start : start + piece.numel()].float()
         meter.mark("fp32 gradients")
         adam.step()
         adam.zero_grad()
@@ -846,33 +604,277 @@ def train_step(layers, adam, batches, cfg, comm, meter, groups):
     return (loss / comm.world_size).float(), norm
 
 
-# ---- 8. The run ------------------------------------------------------------------------------------------------
+# ==== All below is the same in every stage: the instrument that measures the step, and the run that calls it. ====
+
+# ---- 7. The memory meter ---------------------------------------------------------------------------------------
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "host")
+
+
+class Meter(TorchDispatchMode):
+    """Counts the live bytes of one step by category, from the storages that really exist.
+
+    While it is on it sees the result of every operation, though not what a kernel makes and frees inside. A storage it
+    has not seen is a birth; a finalizer tells of the death. A storage often gets its name only later (a gradient is
+    known as one when autograd returns it), so births and deaths are written to a trace first, and counted at the end
+    under the final names.
+    """
+
+    def __init__(self, device):
+        super().__init__()
+        self.device, self.running = device, False
+        self.default = "buffers"  # what a storage is until it is named
+
+    def start(self, named):
+        """Begins a trace with the (tensor, category) pairs that are alive already."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # of PyTorch's allocator, so that it too tells of this step alone
+        self.running, self.began = True, self.now()
+        self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
+        self.category = []  # number of a storage -> its category
+        self.number = {}  # id() of a living storage -> its number
+        self.kept = set()  # numbers of the long-lived storages that M_D is about: kept layer inputs and gradients
+        self.spans = []  # (what, layer, start, end, end) of what is computed, shaped as those of Collectives
+        for tensor, category in named:
+            self.name(tensor, category)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return result
+
+    def see(self, tensor):
+        """Gives the tensor's storage a number at first sight, and notes its birth and, when it comes, its death."""
+        storage = tensor.untyped_storage()
+        if id(storage) not in self.number:
+            key, number, size = id(storage), len(self.category), storage.nbytes()
+            self.number[key] = number
+            self.category.append(self.default)
+            self.trace.append((number, size))
+            weakref.finalize(storage, lambda: self.trace.append((self.number.pop(key), -size)))
+        return self.number[id(storage)]
+
+    def name(self, tensor, category):
+        """Says what a tensor is, from its birth on. Returns the tensor."""
+        if self.running:
+            self.category[self.see(tensor)] = category
+        return tensor
+
+    def keep(self, tensor, category):
+        """Names a tensor as one of those that M_D is about."""
+        if self.running:
+            self.kept.add(self.see(tensor))
+        return self.name(tensor, category)
+
+    def mark(self, label):
+        """Notes a moment of the step for the timeline."""
+        if self.running:
+            self.trace.append((label, self.now()))
+
+    def settle(self, tensors):
+        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
+        or the live bytes would differ from run to run."""
+        if not self.running or dist.get_backend() != "gloo":
+            return
+        give_up = time.perf_counter() + 10
+        while any(tensor._use_count() > 1 for tensor in tensors):
+            assert time.perf_counter() < give_up, (
+                "a view or a work holds a tensor whose transfer is over: del it earlier"
+            )
+            time.sleep(0)
+        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
+
+    @contextlib.contextmanager
+    def computing(self, what, layer):
+        """The call of a layer or its backward: what is made in here and not named is an activation."""
+        self.default, start = "activations", self.running and self.now()
+        yield
+        self.default = "buffers"
+        if self.running:
+            self.spans.append((what, layer, start, self.now(), self.now()))
+            self.mark(f"{what} {layer}")
+
+    def now(self):
+        """The time, as the device's queue reaches this point: a CUDA event, or seconds of the CPU's clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def replay(self):
+        """Counts the trace: a list of moments {label, ms, category: bytes}, and the moment of the peak."""
+        live, total, most, peak, timeline = dict.fromkeys(CATEGORIES, 0), 0, 0, {}, []
+        for key, value in self.trace:
+            if isinstance(key, str):
+                timeline.append({"label": key, "ms": elapsed_ms(self.began, value), **live})
+                continue
+            live[self.category[key]] += value
+            total += value if self.category[key] != "host" else 0
+            if total > most:
+                most, peak = total, dict(live)
+        return timeline, peak
+
+    def residual(self):
+        """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a modelled
+        heap takes over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
+        device = {number for number, category in enumerate(self.category) if category != "host"}
+        inputs = {name: {n for n in self.kept if self.category[n] == name} for name in ("activations", "host")}
+        found = {"kept": first_fit(self.trace, inputs["activations"])[0]}
+        found["kept_host"] = first_fit(self.trace, inputs["host"])[0]
+        for name, chosen in (("fragmentation", device), ("fragmentation_kept", self.kept & device)):
+            live, space = first_fit(self.trace, chosen)
+            found[name] = space / live - 1
+        return found
+
+    def timed(self, spans):
+        """Spans as records: start and end in ms from the start of the trace, and how long the rank stood waiting."""
+        for what, layer, start, stood, end in spans:
+            times = {"start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
+            yield {"what": what, "layer": layer, **times, "waited_ms": elapsed_ms(stood, end)}
+
+
+def elapsed_ms(start, end):
+    """Milliseconds between two results of Meter.now()."""
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
+
+
+def first_fit(trace, chosen):
+    """§6.3: replays the chosen storages of a trace in one address space, each placed in the first gap that holds it.
+    Returns the peak of their live bytes and the highest address in use: the excess is fragmentation."""
+    blocks, placed, live, most, top = [(0, 0)], {}, 0, 0, 0  # blocks: (start, end) of what is placed, in order
+    for key, size in trace:
+        if isinstance(key, str) or size == 0 or key not in chosen:
+            continue
+        live += size
+        most = max(most, live)
+        if size < 0:
+            blocks.remove(placed.pop(key))
+            continue
+        gaps = ((end, start) for (_, end), (start, _) in zip(blocks, blocks[1:] + [(math.inf, math.inf)]))
+        start = next(start for start, end in gaps if end - start >= size)
+        placed[key] = (start, start + size)
+        bisect.insort(blocks, placed[key])
+        top = max(top, start + size)
+    return most, top
+
+
+# ---- 8. Command line and data ----------------------------------------------------------------------------------
+
+
+def fail(message):
+    """Ends the run with one line and exit status 2, for what the user can put right: no traceback."""
+    if from_torchrun("LOCAL_RANK", 0) > 0:
+        time.sleep(10)  # torchrun ends all ranks as soon as one has failed: local rank 0 speaks, unless it is well
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def from_torchrun(name, alone):
+    """A number that torchrun puts into the environment; `alone` in a process that it has not started."""
+    return int(os.environ[name]) if dist.is_torchelastic_launched() else alone
+
+
+def parse_args():
+    """The command line as a Config; ends the run where a value can't work."""
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=__doc__, **style)
+    parser.error = lambda message: fail(message + " (--help lists the options)")
+    fields = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(Config)}
+    for name, field in fields.items():
+        text, others = field.metadata["text"], field.metadata["others"]
+        kind = {"choices": (field.default, *others)} if others else {"type": field.type, "metavar": field.type.__name__}
+        parser.add_argument(name, help=text + f" (default: {field.default})" * (field.default != ""), **kind)
+    cfg = parser.parse_args(namespace=Config())
+
+    for name, field in fields.items():
+        value, (least, most) = getattr(cfg, field.name), field.metadata["limits"]
+        if field.type is not str and not least <= value <= most:
+            fail(f"{name} {value} must lie between {least} and {most}")
+    if cfg.width % cfg.heads:
+        near = math.ceil(cfg.width / cfg.heads) * cfg.heads
+        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --width {near}, say")
+    if cfg.micro_batches * cfg.batch * cfg.context > 10**9:
+        fail("--micro-batches x --batch x --context is more than 10^9 tokens a step; take a smaller one")
+    if cfg.simulate_ranks and dist.is_torchelastic_launched():
+        fail("--simulate-ranks is for one process: start it with python, without torchrun")
+    ranks = cfg.simulate_ranks or from_torchrun("WORLD_SIZE", 1)
+    for what, number in (("ranks", ranks), ("--heads", cfg.heads), ("--width", cfg.width)):
+        if number % cfg.mp:
+            fail(f"--mp {cfg.mp} must divide {what} {number}: each tensor-parallel rank takes an equal part")
+    if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:
+        fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, and {16 * ranks // cfg.mp} or more")
+    for name, value in zip(("partition", "pa", "cb", "md"), CONFIGS[cfg.config]):
+        if getattr(cfg, name) == "auto":
+            setattr(cfg, name, value)
+    return cfg
+
+
+def load_data(cfg):
+    """The training text as bytes."""
+    data = "\n".join(pydoc_data.topics.topics.values()).encode()
+    if cfg.data:
+        if not os.path.isfile(cfg.data):  # ranks can't share a pipe, and an unwritten one would hang
+            fail(f"--data {cfg.data} is not there, or is no regular file")
+        if os.path.exists(cfg.log_file) and os.path.samefile(cfg.log_file, cfg.data):
+            fail(f"--log-file {cfg.log_file} is the file of --data, and would overwrite it")
+        with open(cfg.data, "rb") as file:
+            data = file.read()
+    if len(data) <= cfg.context:
+        text = f"--data {cfg.data}" if cfg.data else "the built-in text"
+        fail(f"{text} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
+    return data
+
+
+def load_batches(data, step, cfg, comm, device):
+    """This rank's micro-batches of a step: a list of (x, y), both (B, T) int64, y one byte further than x.
+
+    Seed, step and number decide a sequence of the global batch, whatever the number of ranks: a rank takes its slice
+    of it, so no two ranks read the same slice of it and 1 rank x 8 trains on what 4 ranks x 2 train on.
+    """
+    mine = cfg.micro_batches * cfg.batch
+    seeds = [f"{cfg.seed}/{step}/{comm.rank * mine + i}" for i in range(mine)]  # a string is hashed whole: all differ
+    starts = [random.Random(seed).randrange(len(data) - cfg.context) for seed in seeds]
+    text = bytearray(b"".join(data[start : start + cfg.context + 1] for start in starts))
+    tokens = torch.frombuffer(text, dtype=torch.uint8).view(mine, cfg.context + 1).to(device, torch.int64)
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(cfg.batch)]
+
+
+# ---- 9. The run ------------------------------------------------------------------------------------------------
 
 
 def choose_device(cfg):
-    """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks."""
-    ranks_here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks. Then what
+    `--compute auto` is: most CPUs have no units for 16 bits, and a GPU before Ampere has none for bfloat16."""
+    ranks_here, gpus = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if cfg.device == "cuda" and gpus < ranks_here:
         fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
-    torch.set_num_threads(max(1, os.cpu_count() // ranks_here))
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))  # the rank within this machine, not the job
-    torch.cuda.set_device(device)
+        device, auto = torch.device("cpu"), "float32"
+        if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            torch.set_num_threads(max(1, cores // ranks_here))
+    else:
+        device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))  # the rank within this machine, not the job
+        torch.cuda.set_device(device)
+        units = cfg.dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        auto = cfg.dtype if units else "float32"
+    cfg.compute = auto if cfg.compute == "auto" else cfg.compute
     return device
 
 
-def choose_compute(cfg, device):
-    """The dtype of the arithmetic in a layer. On a CPU, rank 0 times a small product in either and decides for all."""
-    if cfg.compute != "auto":
-        return getattr(torch, cfg.compute)
-    if cfg.dtype == "float32" or cfg.simulate_ranks or device.type == "cuda":
-        return getattr(torch, cfg.dtype)
-    a, b = torch.ones(256, 256), torch.ones(256, 256, dtype=torch.bfloat16)
-    fp32, bf16 = (min(timeit.repeat(lambda: x @ x, number=1, repeat=5)) for x in (a, b))
-    choice = torch.tensor([float(bf16 < fp32)])
-    dist.broadcast(choice, 0)
-    return torch.bfloat16 if choice.item() else torch.float32
+def check_layers(layers):
+    """Ends the run where a module holds what a flat vector, all of which is trained, can't express."""
+    owners = {}
+    for layer in layers:
+        for name, weight in layer.module.named_parameters():
+            if owners.setdefault(id(weight), layer) is not layer or not weight.requires_grad:
+                fail(f"{name} of {layer.name} is frozen, or another layer's too; a layer trains parameters of its own")
+        for part in layer.module.modules():
+            if any(isinstance(value, torch.Tensor) for value in vars(part).values()):
+                fail(f"{layer.name} holds a tensor that is neither parameter nor buffer; use register_buffer")
 
 
 def checksum(layers, comm):
@@ -880,56 +882,81 @@ def checksum(layers, comm):
     digest = hashlib.sha256()
     for layer in layers:
         pieces = dict(zip(layer.shapes, full_master(layer, comm).split(layer.sizes)))
-        for name in layer.order:  # the order of stage 3; with M > 1 this rank's part of the model
+        for name, _ in layer.module.named_parameters():  # stage 3's order; with M > 1 this rank's part of the model
             digest.update(pieces[name].detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def run(cfg, data, device, log, mesh):
-    """Trains and reports. Rank 0 prints, and writes to `log` if that is an open file."""
+def from_all_ranks(mine, cfg):
+    """[rank 0's object, rank 1's, ...]. Simulated ranks have but one."""
+    everyone = [mine] * (1 if cfg.simulate_ranks else dist.get_world_size())
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def agree(cfg, data):
+    """Ends the run where ranks differ in an option or in the text: they would train different models, in silence."""
+    everyone = from_all_ranks(dataclasses.asdict(cfg) | {"data": hashlib.sha256(data).hexdigest()}, cfg)
+    cfg.log_file = everyone[0].pop("log_file")  # rank 0's decides, also on a node where it was not given
+    for name, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other[name] != value:
+                fail(f"--{name.replace('_', '-')} differs: {value} on rank 0, {other[name]} on rank {rank}")
+
+
+def make_groups(M):
+    """This rank's group among those that hold the same part, and its group within its replica, with the world's limit
+    of time: a group's own default is half an hour."""
+    ranks = torch.arange(dist.get_world_size()).view(-1, M)
+    return [
+        dist.new_subgroups_by_enumeration(table.tolist(), timeout=timedelta(seconds=60))[0]
+        for table in (ranks.T, ranks)
+    ]
+
+
+def run(cfg, data, device, log):
+    """Trains and reports. Rank 0 prints, and writes records to the file `log`."""
+
+    def record(event, **fields):  # flushed line by line: a run that is killed leaves whole lines
+        print(json.dumps({"event": event, **fields}), file=log, flush=True)
+
+    agree(cfg, data)
     meter = Meter(device)
-    comm = Collectives(cfg, meter, mesh["data"].get_group())  # ranks with the same part of the model: ZeRO-DP
-    comm.replica = Collectives(cfg, meter, mesh["mp"].get_group())  # ranks of one replica: tensor parallelism
+    # M neighbours are a replica; ranks M apart have the same part of the model, and ZeRO-DP is among them.
+    comm, replica = (Collectives(cfg, meter, group) for group in make_groups(cfg.mp))
+    comm.replica = replica
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
-    compute = choose_compute(cfg, device)
-    layers = make_layers(cfg, comm, device, compute)
-    groups, stores = master_pieces(layers, cfg), allocate_once(layers, cfg, comm, device)
+    layers = make_layers(cfg, comm, device)
+    check_layers(layers)
+    groups, stores = master_pieces(layers, cfg), allocate_once(layers, cfg, device)
     adam = torch.optim.Adam([piece for group in groups for _, _, piece in group], lr=cfg.lr, fused=True)
     for master in adam.param_groups[0]["params"]:  # what Adam's first step would make: so all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
-    def record(event, **fields):
-        if log:  # unbuffered, one write a line: a run that is killed leaves whole lines
-            try:
-                log.write(json.dumps({"event": event, **fields}).encode() + b"\n")
-            except OSError as error:
-                fail(f"--log {cfg.log}: {error.strerror}")
-
-    def say(line):
-        if dist.get_rank() == 0:
-            print(line, flush=True)
-
-    psi, backend, compute = sum(layer.psi for layer in layers), dist.get_backend(), str(compute).removeprefix("torch.")
-    record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend, "compute": compute})
-    say(
-        f"{N} x {cfg.mp} {'simulated ' if simulated else ''}ranks (data x tensor parallel) on {device.type} "
-        f"({'no network' if backend == 'fake' else backend}). Ψ = {psi:,} parameters a rank in {len(layers)} layers, "
-        f"stored in {cfg.dtype}, arithmetic in {compute}.\nGlobal batch: {N} ranks x {cfg.micro_batches} micro-batches "
-        f"x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of {cfg.context} tokens.\n"
+    psi, backend = sum(layer.psi for layer in layers), dist.get_backend()
+    record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})
+    print(
+        f"{N} x {cfg.mp} {'simulated ' * simulated}ranks (data x tensor parallel) on {device.type} ({backend}). Ψ = "
+        f"{psi:,} parameters a rank in {len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\n"
+        f"Global batch: {N} replicas x {cfg.micro_batches} micro-batches x {cfg.batch} = "
+        f"{N * cfg.micro_batches * cfg.batch} sequences of {cfg.context} tokens.\n"
         f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}, C_B {cfg.cb}, M_D {cfg.md}."
     )
     if cfg.pa != "off" and cfg.mp == 1:
-        say("P_a has nothing to partition at --mp 1: every rank is a replica and keeps whole layer inputs.")
-    if cfg.log and not simulated:
+        print("P_a has nothing to partition at --mp 1: every rank is a replica and keeps whole layer inputs.")
+    if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
-    skipped, timed = 0, []  # timed: (ms, ms of it spent waiting for communication) of each step without the meter
+    scaled = "float16" in (cfg.dtype, cfg.compute)  # its exponents are few: what is small vanishes unless scaled up
+    scale, good, stuck = cfg.loss_scale if scaled else 1.0, 0, 0  # the last two count steps in a row
+    timed = []  # (ms, ms of it spent waiting for communication) of each step without the meter
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
         adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
         comm.start_step()
-        comm.replica.start_step()
+        replica.start_step()
         metered = step == cfg.steps - 1
         if metered:
             meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
@@ -937,116 +964,125 @@ def run(cfg, data, device, log, mesh):
                 meter.keep(store, category)
         start = time.perf_counter()
         with meter if metered else contextlib.nullcontext():
-            loss, norm = train_step(layers, adam, batches, cfg, comm, meter, groups)
+            loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter, groups)
         meter.running = False
         if simulated:
             continue
         loss, norm = loss.item(), norm.item()  # this waits for the device, so the clock is read after it
-        ms = 1e3 * (time.perf_counter() - start)
-        tokens_per_s = 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms
-        speed = f"{ms:7.1f} ms | {tokens_per_s:9,.0f} tok/s"
-        if metered:  # the meter slows this step down: its time says nothing
-            ms, tokens_per_s, speed = None, None, "metered"
-        else:
-            timed.append((ms, comm.waited_ms() + comm.replica.waited_ms()))
-        skipped = 0 if math.isfinite(norm) else skipped + 1
-        note = " | skipped: gradient not finite" if skipped else ""
-        say(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
-        fields = {"loss": loss if math.isfinite(loss) else None, "norm": None if skipped else norm}  # JSON has no inf
-        record("step", step=step, **fields, ms=ms, tokens_per_s=tokens_per_s, **{"skipped": True} if skipped else {})
-        if skipped == 10:
+        ms, finite = 1e3 * (time.perf_counter() - start), math.isfinite(norm)
+        fields = {"loss": loss if math.isfinite(loss) else None, "norm": norm if finite else None, "loss_scale": scale}
+        speed = "metered"  # and so slowed down: its time says nothing
+        if not metered:
+            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in comm.spans + replica.spans)))
+            fields |= {"ms": ms, "tokens_per_s": 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms}
+            speed = f"{ms:7.1f} ms | {fields['tokens_per_s']:9,.0f} tok/s"
+        note = "" if finite else f" | skipped: gradient not finite{f', at a loss scale of {scale:g}' * scaled}"
+        print(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
+        record("step", step=step, skipped=not finite, **fields)
+        good, stuck = (good + 1, 0) if finite else (0, stuck + (scale == 1))
+        if stuck == 10:
             fail("the gradient was not finite in ten steps in a row, so nothing is learned; try a lower --lr")
+        if scaled:  # dynamic loss scaling: as large as gradients allow, found out by trying
+            scale = max(1.0, scale / 2) if not finite else 2 * scale if good % cfg.loss_scale_window == 0 else scale
 
-    timeline, peak = meter.replay()
-    mine = {"timeline": timeline, "peak": peak, "spans": meter.timed_spans()}
-    mine["residual"] = meter.residual()
-    if device.type == "cuda":  # the most that PyTorch's allocator handed out, and the most it took from the GPU for it
-        mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    everyone = [mine] * (1 if simulated else dist.get_world_size())
-    if len(everyone) > 1:
-        dist.all_gather_object(everyone, mine)
     timed = timed[2:] or timed or [(0, 0)]  # the first steps of a run warm up
     step_ms, waited_ms = (sum(column) / len(timed) for column in zip(*timed))
-    report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say)
-    if cfg.log and not simulated:
+    report(meter, layers, comm, cfg, step_ms, waited_ms, record)
+    if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
 
-def report(everyone, layers, comm, cfg, step_ms, waited_ms, record, say):
+def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     """The tables at the end: memory of each rank and communication, beside the paper's formulas."""
     N, psi = comm.world_size, sum(layer.psi for layer in layers)
+    timeline, peak = meter.replay()
+    (mine,) = (moment for moment in timeline if moment["label"] == "before the optimizer step")
+    mine = {category: mine[category] for category in CATEGORIES}
+    mine["states"], mine["formula"] = sum(mine[key] for key in CATEGORIES[:3]), paper_states(psi, N, cfg)
+    mine |= {"peak": sum(peak.values()) - peak["host"], "at_peak": peak} | meter.residual()
+    if meter.device.type == "cuda":  # the most that PyTorch's allocator handed out, and took from the GPU for it
+        mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    events = {
+        "memory": [mine],
+        "timeline": timeline,
+        "span": [*meter.timed(meter.spans + comm.spans + comm.replica.spans)],
+    }
+    everyone = from_all_ranks(events, cfg)
+    for rank, events in enumerate(everyone):
+        for event, fields in ((event, fields) for event, records in events.items() for fields in records):
+            record(event, rank=rank, **fields)
+
     unit, name = (1e6, "MB") if 16 * psi < 1e10 else (1e9, "GB")
-    rows = []
-    for rank, mine in enumerate(everyone):
-        (before,) = (moment for moment in mine["timeline"] if moment["label"] == "before the optimizer step")
-        before = {category: before[category] for category in CATEGORIES}
-        before["states"] = before["parameters"] + before["gradients"] + before["optimizer"]
-        before |= {"formula": paper_states(psi, N, cfg), "peak": sum(mine["peak"].values()) - mine["peak"]["host"]}
-        before |= mine["residual"]
-        allocator = {key: mine[key] for key in ("allocated", "reserved") if key in mine}
-        record("memory", rank=rank, **before, at_peak=mine["peak"], **allocator)
-        for event in ("timeline", "span"):
-            for fields in mine[event if event == "timeline" else "spans"]:
-                record(event, rank=rank, **fields)
-        rows.append((rank, before, {**mine["peak"], "total": before["peak"], **allocator}))
-
-    say(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
+    print(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
     before = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
-    for title, which, columns in (("Just before the optimizer step", 1, before), ("At the peak", 2, list(rows[0][2]))):
-        say(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
-        for row in rows:
-            say(f"{row[0]:4}" + "".join(f"{row[which][column] / unit:13,.2f}" for column in columns))
+    at_peak = [*CATEGORIES, "peak", *(key for key in ("allocated", "reserved") if key in mine)]
+    for title, columns in (("Just before the optimizer step", before), ("At the peak", at_peak)):
+        print(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
+        for rank, events in enumerate(everyone):
+            row = events["memory"][0] | (events["memory"][0]["at_peak"] if columns is at_peak else {})
+            print(f"{rank:4}" + "".join(f"{row[column] / unit:13,.2f}" for column in columns))
 
-    kept = everyone[0]["residual"]
-    say("Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.".format(**kept))
-    say("Fragmentation: {fragmentation:.1%} of all, {fragmentation_kept:.1%} of inputs and gradients.".format(**kept))
-    model = [sent for what, sent in comm.sent.items() if what != "scalars"]
-    total = {key: sum(sent[key] for sent in model) for key in ("calls", "elements", "bytes")}
+    kept = everyone[0]["memory"][0]
+    print("Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.".format(**kept))
+    print(
+        "A modelled first-fit heap would be {fragmentation:.1%} larger than what lives in it; for inputs and gradients "
+        "alone {fragmentation_kept:.1%}.".format(**kept)
+    )
+    total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
     expected, words = paper_volume(layers, N, cfg)
-    within = {key: sum(sent[key] for what, sent in comm.replica.sent.items() if what != "scalars") for key in total}
-    within |= {"collectives": comm.replica.sent, "formula": paper_tensor_volume(cfg)}
-    record(
-        "communication", psi=psi, elements=total["elements"], bytes=total["bytes"], collectives=comm.sent,
-        formula=expected, waited_ms=waited_ms, tensor=within,
-    )  # fmt: skip
-    say(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
+    volume = {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
+    within = sum((sent for what, sent in comm.replica.sent.items() if what != "scalars"), collections.Counter())
+    tensor = {key: within[key] for key in ("calls", "elements", "bytes")}
+    tensor |= {"formula": paper_tensor_volume(cfg), "collectives": comm.replica.sent}
+    record("communication", psi=psi, **volume, waited_ms=waited_ms, tensor=tensor)
+    print(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
     for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
-        say(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
-    say(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
+        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
+    print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
     for what, sent in [*comm.replica.sent.items(), ("within the replica", within)]:
-        say(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}")
-    say(f"{'paper: 12 BTC, P_a 13 BTC a block':35}{within['formula']:20,}")
+        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}")
+    print(f"{'paper: 12 BTC, P_a 13 BTC a block':35}{tensor['formula']:20,}")
     if step_ms:
-        say(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
+        print(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
 
 
 def main():
-    cfg = parse_args()
-    data, device, log = load_data(cfg), choose_device(cfg), None
-    if cfg.log and int(os.environ.get("RANK", 0)) == 0:
-        try:
-            log = open(cfg.log, "wb", buffering=0)
-        except OSError as error:
-            fail(f"--log {cfg.log}: {error.strerror}")
-    if "RANK" in os.environ:  # started by torchrun. When a rank is gone, the others wait a minute, not the default ten
-        backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
-    else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
-        dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
-    mesh = dist.init_device_mesh(device.type, (dist.get_world_size() // cfg.mp, cfg.mp), mesh_dim_names=("data", "mp"))
-    if cfg.simulate_ranks:
-        cfg.steps = 1
+    if torch.__version__ < "2.11":
+        fail(f"this needs torch 2.11 or newer, and finds {torch.__version__}")
+    cfg, log_file = parse_args(), os.devnull
+    if cfg.log_file and from_torchrun("RANK", 0) == 0:
+        log_file = cfg.log_file
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext():
-            run(cfg, data, device, log, mesh)
-    except RuntimeError as error:  # on a GPU OutOfMemoryError, on a CPU just this text
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        data, device = load_data(cfg), choose_device(cfg)
+        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not the default ten
+            backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+            dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
+        else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
+            dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
+        cfg.steps = 1 if cfg.simulate_ranks else cfg.steps
+        with open(log_file, "w") as log, fake:
+            run(cfg, data, device, log)
+    # What memory, files and the other ranks raise is said in one line. All else is a fault in here.
+    except OSError as error:
+        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             fail("the memory is too small for this; take a smaller --layers, --width, --vocab, --batch or --context")
+        if "Connection closed by peer" in str(error):
+            fail("another rank has ended, and its own message says why")
         raise
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit is too late
 
 
 if __name__ == "__main__":
+    # Ctrl-C, and `| head` that has read enough, end the process as they end any other; a terminal may lack a Ψ.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    if from_torchrun("RANK", 0) > 0:
+        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     main()

@@ -19,7 +19,7 @@ rank = int(os.environ.get("RANK", 0))
 
 
 def tell(**found):
-    print("found", json.dumps({"rank": rank, **found}), flush=True)
+    print("found", json.dumps({"rank": rank, **found}), file=sys.__stdout__, flush=True)  # as sys.stdout rank 0 speaks
 
 
 def trace(stage):
@@ -118,14 +118,14 @@ def weights(stage):
             padding=max(part.abs().max().item() for part in padding if len(part)),
         )
 
-    def watched_make_layers(cfg, comm, device, compute):
-        layers = make_layers(cfg, comm, device, compute)
+    def watched_make_layers(cfg, comm, device):
+        layers = make_layers(cfg, comm, device)
         look(layers, comm)
         return layers
 
-    def watched_report(everyone, layers, comm, *rest):
+    def watched_report(meter, layers, comm, *rest):
         look(layers, comm)
-        report(everyone, layers, comm, *rest)
+        report(meter, layers, comm, *rest)
 
     stage.make_layers, stage.report = watched_make_layers, watched_report
 

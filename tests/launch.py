@@ -100,7 +100,7 @@ def run_once(script, _mtime, args, ranks, env, timeout, log, whole_exit=False):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
         environment |= {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "tests",
         }  # fmt: skip
     command = {
         "script": script, "args": [*args, *(["--log-file", f"{folder}/log"] if log else [])], "env": environment,
