@@ -481,9 +481,7 @@ class Meter(TorchDispatchMode):
             return
         give_up = time.perf_counter() + 10
         while any(tensor._use_count() > 1 for tensor in tensors):
-            assert time.perf_counter() < give_up, (
-                "a view or a work holds a tensor whose transfer is over: del it earlier"
-            )
+            assert time.perf_counter() < give_up, "a view or a work holds what was transferred: del it earlier"
             time.sleep(0)
         time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
 
@@ -616,6 +614,11 @@ def choose_device(cfg):
         if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // ranks_here))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        psi = 12 * cfg.layers * cfg.width**2 + 2 * cfg.vocab * cfg.width  # nearly
+        needed = ranks_here * paper_states(psi, from_torchrun("WORLD_SIZE", 1), cfg)
+        if needed > memory and not cfg.simulate_ranks:  # before the system ends the process without a word
+            fail(f"the states alone take {needed / 1e9:,.0f} of {memory / 1e9:,.0f} GB; take a smaller model")
     else:
         device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))  # the rank within this machine, not the job
         torch.cuda.set_device(device)
@@ -683,8 +686,8 @@ def run(cfg, data, device, log):
     psi, backend = sum(layer.psi for layer in layers), dist.get_backend()
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})
     print(
-        f"{N} {'simulated ' * simulated}rank{'s' * (N > 1)} on {device.type} ({backend}). Ψ = {psi:,} parameters in "
-        f"{len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\nGlobal batch: {N} ranks x "
+        f"{N} {'simulated ' * simulated}data-parallel rank{'s' * (N > 1)} on {device.type} ({backend}). Ψ = {psi:,} "
+        f"parameters in {len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\nGlobal batch: {N} x "
         f"{cfg.micro_batches} micro-batches x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of "
         f"{cfg.context} tokens."
     )

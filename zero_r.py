@@ -477,14 +477,17 @@ def empty_gradient(layer, dtype, meter):
 # ---- 6. The train step -----------------------------------------------------------------------------------------
 
 
-def sum_of_squares(vectors, cfg):
+def sum_of_squares(layers, cfg):
     """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum.
     In pieces, because each piece is widened to 8 bytes."""
-    total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
-    for vector in vectors:
-        for piece in squared_pieces(vector, cfg):
-            piece = piece.double()
-            total += piece.dot(piece)
+    total = torch.zeros((), dtype=torch.float64, device=layers[0].master.device)
+    for layer in layers:
+        end = max(0, layer.cut - layer.own.start)
+        # The replica's ranks hold different parts of what is cut, and the same values of the rest: that counts once.
+        for vector, copies in ((layer.own_grad[:end], 1), (layer.own_grad[end:], cfg.mp)):
+            for piece in squared_pieces(vector, cfg):
+                piece = piece.double()
+                total += piece.dot(piece) / copies
     return total
 
 
@@ -574,11 +577,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
     meter.mark("before the optimizer step")
 
     # Of the average gradient every rank squares its own slice, and the sum over the ranks is the same on all of them.
-    # The replica's ranks hold different parts of what is cut, and the same values of what is not: those count once.
-    cut = [layer.own_grad[: max(0, layer.cut - layer.own.start)] for layer in layers]
-    replicated = [layer.own_grad[max(0, layer.cut - layer.own.start) :] for layer in layers]
-    squares = sum_of_squares(cut, cfg) + sum_of_squares(replicated, cfg) / cfg.mp
-    loss, squares = comm.all_reduce(torch.stack([loss, squares]))
+    loss, squares = comm.all_reduce(torch.stack([loss, sum_of_squares(layers, cfg)]))
     squares = comm.replica.all_reduce(squares)
     norm = (squares.sqrt() / scale).float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
@@ -680,9 +679,7 @@ class Meter(TorchDispatchMode):
             return
         give_up = time.perf_counter() + 10
         while any(tensor._use_count() > 1 for tensor in tensors):
-            assert time.perf_counter() < give_up, (
-                "a view or a work holds a tensor whose transfer is over: del it earlier"
-            )
+            assert time.perf_counter() < give_up, "a view or a work holds what was transferred: del it earlier"
             time.sleep(0)
         time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
 
@@ -856,6 +853,11 @@ def choose_device(cfg):
         if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // ranks_here))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        psi = 12 * cfg.layers * cfg.width**2 + 2 * cfg.vocab * cfg.width  # nearly
+        needed = ranks_here * paper_states(psi / cfg.mp, from_torchrun("WORLD_SIZE", 1) / cfg.mp, cfg)
+        if needed > memory and not cfg.simulate_ranks:  # before the system ends the process without a word
+            fail(f"the states alone take {needed / 1e9:,.0f} of {memory / 1e9:,.0f} GB; take a smaller model")
     else:
         device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))  # the rank within this machine, not the job
         torch.cuda.set_device(device)
@@ -908,11 +910,10 @@ def agree(cfg, data):
 def make_groups(M):
     """This rank's group among those that hold the same part, and its group within its replica, with the world's limit
     of time: a group's own default is half an hour."""
-    ranks = torch.arange(dist.get_world_size()).view(-1, M)
-    return [
-        dist.new_subgroups_by_enumeration(table.tolist(), timeout=timedelta(seconds=60))[0]
-        for table in (ranks.T, ranks)
-    ]
+    rows = [range(first, first + M) for first in range(0, dist.get_world_size(), M)]
+    for lists in (zip(*rows), rows):
+        ranks = [list(part) for part in lists]
+        yield dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=60))[0]
 
 
 def run(cfg, data, device, log):
@@ -938,12 +939,13 @@ def run(cfg, data, device, log):
     psi, backend = sum(layer.psi for layer in layers), dist.get_backend()
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})
     print(
-        f"{N} x {cfg.mp} {'simulated ' * simulated}ranks (data x tensor parallel) on {device.type} ({backend}). Ψ = "
-        f"{psi:,} parameters a rank in {len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\n"
-        f"Global batch: {N} replicas x {cfg.micro_batches} micro-batches x {cfg.batch} = "
-        f"{N * cfg.micro_batches * cfg.batch} sequences of {cfg.context} tokens.\n"
-        f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}, C_B {cfg.cb}, M_D {cfg.md}."
+        f"{N} {'simulated ' * simulated}data-parallel rank{'s' * (N > 1)} on {device.type} ({backend}). Ψ = {psi:,} "
+        f"parameters in {len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\nGlobal batch: {N} x "
+        f"{cfg.micro_batches} micro-batches x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of "
+        f"{cfg.context} tokens."
     )
+    print(f"Each is a replica of {cfg.mp} tensor-parallel ranks, and Ψ is what one of these holds.")
+    print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}, C_B {cfg.cb}, M_D {cfg.md}.")
     if cfg.pa != "off" and cfg.mp == 1:
         print("P_a has nothing to partition at --mp 1: every rank is a replica and keeps whole layer inputs.")
     if cfg.log_file and not simulated:
