@@ -64,7 +64,7 @@ class Config:
     batch: int = option(4, "sequences B per rank and micro-batch")
     micro_batches: int = option(1, "micro-batches per step; their gradients are summed in fp32", most=10**4)
     steps: int = option(50, "optimizer steps; the last one is metered and not timed", most=10**9)
-    lr: float = option(1e-3, "learning rate after the warm-up", least=1e-12)
+    lr: float = option(5e-4, "learning rate after the warm-up", least=1e-12)
     warmup: int = option(10, "steps in which the learning rate rises to that", least=0)
     clip: float = option(1.0, "largest global norm of the gradient", least=1e-12)
     loss_scale: float = option(2.0**16, "in float16: the loss is multiplied by this at first", most=2**64)
