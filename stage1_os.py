@@ -161,8 +161,7 @@ class Collectives:
         self.start_step()
 
     def start_step(self):
-        """Forgets the last step's counts and times."""
-        self.sent = {}  # collective -> calls, elements and bytes that this rank has sent
+        self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
         self.spans = []  # (collective, layer, its start, when the step began to wait for it, its end)
 
     def reduce_scatter(self, full, layer):
@@ -655,9 +654,8 @@ def agree(cfg, data):
     everyone = from_all_ranks(dataclasses.asdict(cfg) | {"data": hashlib.sha256(data).hexdigest()}, cfg)
     cfg.log_file = everyone[0].pop("log_file")  # rank 0's decides, also on a node where it was not given
     for name, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
-            if other[name] != value:
-                fail(f"--{name.replace('_', '-')} differs: {value} on rank 0, {other[name]} on rank {rank}")
+        for other in [other[name] for other in everyone if other[name] != value]:
+            fail(f"--{name.replace('_', '-')} differs between the ranks: {value} on rank 0, {other} elsewhere")
 
 
 def run(cfg, data, device, log):
@@ -679,8 +677,9 @@ def run(cfg, data, device, log):
 
     psi, backend = sum(layer.psi for layer in layers), dist.get_backend()
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})
+    network = "no network" if backend == "fake" else backend
     print(
-        f"{N} {'simulated ' * simulated}data-parallel rank{'s' * (N > 1)} on {device.type} ({backend}). Ψ = {psi:,} "
+        f"{N} {'simulated ' * simulated}data-parallel rank{'s' * (N > 1)} on {device.type} ({network}). Ψ = {psi:,} "
         f"parameters in {len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\nGlobal batch: {N} x "
         f"{cfg.micro_batches} micro-batches x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of "
         f"{cfg.context} tokens."
