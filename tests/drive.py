@@ -5,12 +5,14 @@ object a line.
 """
 
 import collections
+import contextlib
 import hashlib
 import importlib
 import json
 import os
 import pathlib
 import socket
+import stat
 import sys
 
 import torch
@@ -95,12 +97,11 @@ def bytes_sent():
     """Sum over the sockets of this process of `tcpi_bytes_sent`, bytes 200 to 208 of struct tcp_info."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
-                total += int.from_bytes(info[200:208], sys.byteorder)
-        except OSError:
-            pass  # not a TCP socket, or the listing's own descriptor
+        with contextlib.suppress(OSError):  # not a TCP socket, or the listing's own descriptor
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+                    total += int.from_bytes(info[200:208], sys.byteorder)
     return total
 
 
