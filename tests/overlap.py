@@ -47,7 +47,7 @@ def time_run(namespace, script, ranks, overlap):
     options = [*OPTIONS, "--overlap", overlap]
     run = launch("tests/slow_link.py", namespace, ROOT / script, *options, ranks=ranks)
     (sent,) = run.of("communication")
-    times = [step["ms"] for step in run.of("step")][2:-1]  # as the run itself averages waited_ms: no warm-up, no meter
+    times = [step["ms"] for step in run.of("step")[2:-1]]  # as the run itself averages waited_ms: no warm-up, no meter
     return sum(times) / len(times), sent["waited_ms"], ranks * sent["bytes"]
 
 
