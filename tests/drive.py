@@ -5,11 +5,13 @@ object a line.
 """
 
 import collections
+import datetime
 import hashlib
 import importlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import sys
 
@@ -139,6 +141,26 @@ def threads(stage):
         tell(threads=[path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")])
 
     stage.main = watched_main
+
+
+def stopped(stage):
+    """The last rank stops itself in step 2, as by Ctrl-Z; the others wait 5 s for it and not 60."""
+    train_step, steps = stage.train_step, 0
+
+    def step_or_stop(*args):
+        nonlocal steps
+        if steps == 2 and rank == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        steps += 1
+        return train_step(*args)
+
+    stage.train_step, stage.timedelta = step_or_stop, lambda seconds: datetime.timedelta(seconds=seconds / 12)
+
+
+def differing(stage):
+    """The rank $ON alone has the options $ALONE, as on a node that was started with another command."""
+    if rank == int(os.environ["ON"]):
+        sys.argv += os.environ["ALONE"].split()
 
 
 class Through(torch.autograd.Function):

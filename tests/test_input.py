@@ -77,7 +77,7 @@ BAD = [  # (options, what the line must contain); the scripts take turns, and th
     ("--log-file no/such/folder", "no/such/folder: No such file or directory"),
     ("--log-file /dev/full", "No space left on device"),
     # What no memory holds.
-    ("--width 1000000 --heads 1", "memory is too small"),
+    ("--width 1000000 --heads 1", "the states alone take"),
     ("--batch 1000000 --width 1000 --heads 1 --context 900", "memory is too small"),
 ]
 BAD = [(SCRIPTS[number % len(SCRIPTS)], *row) for number, row in enumerate(BAD)]
@@ -121,8 +121,10 @@ def test_with_python(script, options, contains, tmp_path):
     assert one_line(bad).startswith(f"{script}: ") and (tmp_path / "FILE").stat().st_size == 1000
 
 
-# One rank is told, and the status of the other, which is ended meanwhile, doesn't matter.
-@pytest.mark.parametrize(("script", "options", "contains"), [*BAD[::6], (STAGES[1], "--simulate-ranks 4", "--simulate-")])
+SIXTH = [row for row in BAD if "--simulate-ranks" not in row[1]][::6]
+
+
+@pytest.mark.parametrize(("script", "options", "contains"), [*SIXTH, (STAGES[1], "--simulate-ranks 4", "--simulate-")])
 def test_with_two_ranks(script, options, contains, tmp_path):
     bad = run(script, options, tmp_path, ranks=2)
     assert contains in one_line(bad) and bad.status != 0
@@ -138,11 +140,10 @@ def test_with_torchrun():
 
 
 @linux
-@pytest.mark.parametrize("options", [(), ("--help",)], ids=["run", "help"])
-def test_a_full_disk_under_stdout(options):
+def test_a_full_disk_under_stdout():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, ROOT / STAGES[2], *TINY, *options]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        command = [sys.executable, ROOT / STAGES[2], *TINY]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=180)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 2 and "No space left on device" in line
 
@@ -152,7 +153,7 @@ def test_a_log_that_stops_short(tmp_path):
     """A limit of the size of files, as of a disk that fills, is no end with status 0."""
     limited = ["sh", "-c", 'ulimit -f 4; exec "$@"', "sh"]  # 2 or 4 kB
     command = [*limited, sys.executable, ROOT / STAGES[3], *TINY, "--log-file", tmp_path / "log"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 2 and "File too large" in line
 
@@ -167,7 +168,7 @@ def test_any_regular_file_is_text():
 def test_what_torchrun_would_set_is_ignored_without_it(value):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     run = launch(STAGES[1], *TINY, env=dict.fromkeys(names, value))
-    assert (run.status, run.err) == (0, "") and "1 rank on cpu" in run.out
+    assert (run.status, run.err) == (0, "") and "rank on cpu" in run.out
     bad = launch(STAGES[1], "--layers", 0, env=dict.fromkeys(names, value), timeout=9)  # it speaks without waiting
     assert bad.status == 2 and "--layers 0" in one_line(bad)
 
@@ -175,7 +176,7 @@ def test_what_torchrun_would_set_is_ignored_without_it(value):
 @pytest.mark.parametrize("options", [(), ("--help",)], ids=["run", "help"])
 def test_a_terminal_without_greek(options):
     process = start(ROOT / STAGES[3], *TINY, *options, ranks=0, env={"PYTHONIOENCODING": "ascii"})
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert (process.returncode, err) == (0, "") and "?" in out and out.isascii()
 
 
@@ -214,10 +215,10 @@ def test_a_model_that_a_flat_vector_does_not_hold(contains, changes, tmp_path):
 
 
 def test_a_buffer_works(tmp_path):
-    half = 'self.register_buffer("half", torch.full((), 0.5))'
+    half = 'self.register_buffer("damping", torch.full((), 0.5))'
     changes = [
         ("self.heads = cfg.heads\n", f"self.heads = cfg.heads\n        {half}\n"),
-        ("F.gelu(", "self.half * F.gelu("),
+        ("F.gelu(", "self.damping * F.gelu("),
     ]
     run = edited(tmp_path, *changes)
     assert losses(run)[-1] < losses(run)[0] and losses(run) != losses(launch(STAGES[3], *TINY, ranks=2))
