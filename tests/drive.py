@@ -6,11 +6,13 @@ object a line.
 
 import collections
 import contextlib
+import datetime
 import hashlib
 import importlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import stat
 import sys
@@ -142,16 +144,37 @@ def threads(stage):
     stage.main = watched_main
 
 
-class Spoil(torch.autograd.Function):
-    """The identity, with an infinite gradient."""
+def stopped(stage):
+    """The last rank stops itself in step 2, as by Ctrl-Z; the others wait 5 s for it and not 60."""
+    train_step, steps = stage.train_step, 0
+
+    def step_or_stop(*args):
+        nonlocal steps
+        if steps == 2 and rank == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        steps += 1
+        return train_step(*args)
+
+    stage.train_step, stage.timedelta = step_or_stop, lambda seconds: datetime.timedelta(seconds=seconds / 12)
+
+
+def differing(stage):
+    """The rank $ON alone has the options $ALONE, as on a node that was started with another command."""
+    if rank == int(os.environ["ON"]):
+        sys.argv += os.environ["ALONE"].split()
+
+
+class Through(torch.autograd.Function):
+    """The identity, with the gradient changed on its way back."""
 
     @staticmethod
-    def forward(context, x):
+    def forward(context, x, change):
+        context.change = change
         return x.clone()
 
     @staticmethod
     def backward(context, gradient):
-        return gradient * torch.inf
+        return context.change(gradient), None
 
 
 def spoil(stage):
@@ -161,31 +184,64 @@ def spoil(stage):
     class Layer(stage.Layer):
         def __call__(self, flat, x, y):
             if steps in spoiled and self.name == "block 1" and rank == int(os.environ["WORLD_SIZE"]) - 1:
-                flat = Spoil.apply(flat)
+                flat = Through.apply(flat, lambda gradient: gradient * torch.inf)
             return super().__call__(flat, x, y)
 
-    def watched_step(layers, adam, *rest):
+    def watched_step(layers, adam, batches, scale, *rest):
         nonlocal steps
         before = state(layers, adam)
-        result = train_step(layers, adam, *rest)
-        tell(step=steps, changed=state(layers, adam) != before)
+        result = train_step(layers, adam, batches, scale, *rest)
+        tell(step=steps, scale=scale, changed=state(layers, adam) != before)
         steps += 1
         return result
 
     def state(layers, adam):
         """A hash of all that a step may change."""
-        moments = [tensor for layer in layers for tensor in adam.state[layer.master].values()]
+        moments = [tensor for state in adam.state.values() for tensor in state.values()]
         names = ("flat", "shard", "master")
-        kept = [getattr(layer, name) for layer in layers for name in names if hasattr(layer, name)]
-        return hashlib.sha256(b"".join(tensor.detach().float().numpy().tobytes() for tensor in kept + moments)).digest()
+        kept = [getattr(layer, name, None) for layer in layers for name in names]
+        kept = [tensor for tensor in kept if tensor is not None] + moments
+        return hashlib.sha256(b"".join(tensor.detach().float().numpy().tobytes() for tensor in kept)).digest()
 
     stage.Layer, stage.train_step = Layer, watched_step
+
+
+def change_gradients(stage, change):
+    """All gradients, of parameters and inputs, pass through `change(gradient, scale)` while they are in fp32."""
+    train_step, scale = stage.train_step, None
+
+    class Layer(stage.Layer):
+        def __call__(self, flat, x, y):
+            flat, x = (Through.apply(t.float(), change_now) if t.is_floating_point() else t for t in (flat, x))
+            return super().__call__(flat, x, y)
+
+    def change_now(gradient):
+        return change(gradient, scale)
+
+    def step_at(layers, adam, batches, this_scale, *rest):
+        nonlocal scale
+        scale = this_scale
+        return train_step(layers, adam, batches, this_scale, *rest)
+
+    stage.Layer, stage.train_step = Layer, step_at
+
+
+def coarse(stage):
+    """Gradients are multiples of float16's smallest normal number, so that none loses bits by being small."""
+    change_gradients(stage, lambda gradient, scale: (gradient / scale * 2**14).round() / 2**14 * scale)
+
+
+def faint(stage):
+    """The largest element of each gradient is 1e-8: in float16 that is zero."""
+    change_gradients(stage, lambda gradient, scale: gradient * (1e-8 * scale / gradient.abs().max().clamp(min=1e-30)))
 
 
 if __name__ == "__main__":
     what, path = sys.argv[1], pathlib.Path(__file__).parent.parent / sys.argv[2]
     sys.path.insert(0, str(path.parent))
     sys.argv[:3] = [str(path)]
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # as the stage files do when they are run
     module = importlib.import_module(path.stem)
     globals()[what](module)
     module.main()

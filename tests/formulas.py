@@ -3,7 +3,7 @@
 `config` is a run's record of that name.
 """
 
-BYTES = {"bfloat16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def layer_sizes(config):

@@ -7,8 +7,7 @@ Nothing in it depends on the speed of the machine or on the version of the text,
 from launch import STAGES, launch
 
 RANKS = (1, 2, 4)
-# The metered step is the last; arithmetic in fp32 whatever this machine is faster with, for it decides the activations.
-OPTIONS = ("--steps", 2, "--compute", "float32", "--device", "cpu")
+OPTIONS = ("--steps", 1, "--device", "cpu")
 COLUMNS = (
     "file", "N", "parameters", "gradients", "optimizer", "states", "formula", "activations at peak", "buffers at peak",
     "peak", "sent", "sent, formula",

@@ -4,6 +4,7 @@ clip_grad_norm_, Adam. Data, modules, initial weights and command line are borro
 import gc
 import json
 import pathlib
+import random
 import sys
 import types
 
@@ -17,11 +18,14 @@ import stage0_ddp as stage  # noqa: E402
 class Model(torch.nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        blocks = [stage.Block(cfg) for _ in range(cfg.layers)]
-        self.layers = torch.nn.ModuleList([stage.Embedding(cfg), *blocks, stage.Head(cfg)])
+        blocks = {f"block {i}": stage.Block for i in range(cfg.layers)}
+        self.layers = torch.nn.ModuleDict()
+        for name, kind in {"embedding": stage.Embedding, **blocks, "head": stage.Head}.items():
+            torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))  # as the stage files do
+            self.layers[name] = kind(cfg)
 
     def forward(self, x, y):
-        for layer in self.layers:
+        for layer in self.layers.values():
             x = layer(x, y)
         return x
 
@@ -31,13 +35,9 @@ def main():
     dist.init_process_group("gloo")
     comm = types.SimpleNamespace(rank=dist.get_rank(), world_size=dist.get_world_size())
     model = Model(cfg)
-    with torch.no_grad():
-        for module, layer in zip(model.layers, stage.make_layers(cfg, comm, device, torch.float32)):
-            for weight, piece in zip(module.parameters(), layer.master.split(layer.sizes)):
-                weight.copy_(piece.view(weight.shape))
     data, model = stage.load_data(cfg), torch.nn.parallel.DistributedDataParallel(model)
     adam = torch.optim.Adam(model.parameters())
-    with open(cfg.log, "w") if comm.rank == 0 else open("/dev/null", "w") as log:
+    with open(cfg.log_file, "w") if comm.rank == 0 else open("/dev/null", "w") as log:
         for step in range(cfg.steps):
             adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / cfg.warmup)
             adam.zero_grad()

@@ -11,12 +11,14 @@ from launch import ROOT, STAGES, TINY, found, hashes, launch, losses, norms, tin
 
 sys.path.insert(0, str(ROOT))
 stages = [importlib.import_module(stage.removesuffix(".py")) for stage in STAGES]
-config = stages[0].Config(layers=2, width=35, heads=5, vocab=257, context=16, batch=2, dtype="float32")
+config = stages[0].Config(
+    layers=2, width=35, heads=5, vocab=257, context=16, batch=2, dtype="float32", compute="float32"
+)
 
 
 def make_layers(stage, rank, world_size):
     comm = types.SimpleNamespace(rank=rank, world_size=world_size)
-    return stage.make_layers(config, comm, torch.device("cpu"), torch.float32)
+    return stage.make_layers(config, comm, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("stage", stages)
@@ -84,7 +86,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(stage):
     """All ranks skip the step and keep everything as it was, and go on."""
     run = launch("tests/drive.py", "spoil", stage, *TINY, ranks=2, env={"SPOILED": "3"})
     steps = run.of("step")
-    assert [step.get("skipped", False) for step in steps] == [False, False, False, True, False, False]
+    assert [step["skipped"] for step in steps] == [False, False, False, True, False, False]
     assert steps[3]["norm"] is None and None not in losses(run) and None not in norms(run)[:3] + norms(run)[4:]
     assert {(told["step"], told["changed"]) for told in found(run)} == {(i, i != 3) for i in range(6)}  # on both ranks
 
@@ -96,4 +98,4 @@ def test_ten_such_steps_in_a_row_end_the_run():
     (line,) = run.err.splitlines()
     assert "not finite in ten steps" in line and "--lr" in line
     steps = [record for record in run.records if record["event"] == "step"]
-    assert [step.get("skipped", False) for step in steps] == [True, False] + [True] * 10
+    assert [step["skipped"] for step in steps] == [True, False] + [True] * 10

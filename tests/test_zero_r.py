@@ -4,7 +4,6 @@ import importlib
 
 import formulas
 import pytest
-import torch
 from launch import ROOT, STAGES, complaints, found, hashes, launch, losses, norms, torchrun
 from test_diffs import diff
 
@@ -133,16 +132,15 @@ def module():
 
 def test_first_fit(module):
     """A hand-made trace: births, deaths, a mark, and a storage that isn't asked for."""
-    meter = module.Meter(torch.device("cpu"))
     a, b, c, d, e, other = range(6)
-    meter.trace = [(a, 10), (b, 20), (c, 5), (other, 99), (b, -20), ("mark", 0.0), (d, 8), (other, -99), (e, 15)]
-    assert meter.heap({a, b, c}) == (35, 35)
+    trace = [(a, 10), (b, 20), (c, 5), (other, 99), (b, -20), ("mark", 0.0), (d, 8), (other, -99), (e, 15)]
+    assert module.first_fit(trace, {a, b, c}) == (35, 35)
     # d takes the first 8 of b's 20; e finds only 12 there, and goes on top of c.
-    assert meter.heap({a, b, c, d, e}) == (38, 50)
+    assert module.first_fit(trace, {a, b, c, d, e}) == (38, 50)
     # The gaps that a, d and the rest of b leave are one of 30: a storage of that size fits.
-    meter.trace += [(a, -10), (d, -8), (other, 30), (c, -5), (other, -30), (e, -15), (a, 50)]
-    meter.trace[3] = meter.trace[7] = (other, 0)
-    assert meter.heap({a, b, c, d, e, other}) == (50, 50)
+    trace += [(a, -10), (d, -8), (other, 30), (c, -5), (other, -30), (e, -15), (a, 50)]
+    trace[3] = trace[7] = (other, 0)
+    assert module.first_fit(trace, {a, b, c, d, e, other}) == (50, 50)
 
 
 def test_order_of_figure_7():
