@@ -13,6 +13,8 @@ import json
 import math
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,24 +96,51 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(script, ranks=2, quiet=False, **options):
-    """Starts a script of this project (or the path of a copy) with torchrun on this machine's CPU, and waits for it."""
+def run(script, ranks=2, quiet=False, watch=False, limit=600, **options):
+    """Starts a script of this project (or the path of a copy) with torchrun on this machine's CPU, and waits for it, at
+    most `limit` seconds. With `watch` it runs under watch.py, whose records are added. An error is one line."""
     command = f"torchrun --standalone --nproc-per-node {ranks} {pathlib.Path(script).name} {' '.join(flags(options))}"
     if not quiet:
         print("$ " + command)
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log.jsonl")
-        process = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+        program = [ROOT / "notebooks/watch.py", folder] if watch else []
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program,
              ROOT / script, *flags({"device": "cpu"} | options), "--log-file", str(log)],
-            capture_output=True, text=True, cwd=ROOT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
-        if process.returncode:
-            lines = [line for line in process.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
+        try:
+            out, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+            process.communicate()
             raise RuntimeError(
-                f"{command} ended with status {process.returncode}: {lines[0] if lines else process.stderr[-300:]}"
-            )
-        return Run(command, read(log), process.stdout)
+                f"no end after {limit} seconds: does a rank wait for a collective that another never starts?"
+            ) from None
+        if process.returncode:
+            raise RuntimeError(what_failed(errors, pathlib.Path(script).name))
+        records = read(log)
+        for path in sorted(pathlib.Path(folder).glob("*.json")):
+            records += json.loads(path.read_text())
+        return Run(command, records, out)
+
+
+def what_failed(errors, script):
+    """One line from what torchrun and its ranks wrote: the first error, and the last line of the script before it."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in errors.splitlines()]
+    own = [line for line in lines if line.startswith(script + ": ")]
+    if own:
+        return own[0].removeprefix(script + ": ")
+    place = ""
+    for line in lines:
+        if match := re.match(rf' +File ".*{re.escape(script)}", line (\d+), in (\S+)', line):
+            place = f" ({script}, line {match[1]}, in {match[2]})"
+        if "Timed out waiting" in line:
+            return "A rank waited for a collective that another one never started" + place
+        if re.match(r"\S*(Error|Exception)\b", line) and not re.search("ChildFailed|Connection (closed|reset)", line):
+            return line + place
+    return lines[-1] if lines else "it ended without a word"
 
 
 def load(script):
@@ -126,6 +155,8 @@ def load(script):
 def simulate(script, ranks=1, trace=False, **options):
     """The same as `python SCRIPT --simulate-ranks RANKS ...`, without the seconds that a new process needs to import
     torch. With `trace` the result has `.meter` too, the script's own meter with every allocation of the step."""
+    if ranks < 1:
+        raise RuntimeError(f"a simulation has 1 rank or more, and not {ranks}")
     module, meters = load(script), []
 
     class Kept(module.Meter):
@@ -194,99 +225,83 @@ def show_diff(old, new, section="# ---- 7."):
 # ---- Exercises -------------------------------------------------------------------------------------------------
 
 
-def check(answer, expected, what="", tolerance=0.0, unit=""):
-    """Says at once whether an answer is right. An answer of None or ... is one not given yet."""
-    if answer is None or answer is ...:
+def is_missing(answer):
+    """None and ... stand for an answer not given yet; so does a tuple of them."""
+    return answer is None or answer is ... or isinstance(answer, (tuple, list)) and all(map(is_missing, answer))
+
+
+def as_number(answer):
+    """The answer as a float, or None if it is none."""
+    if isinstance(answer, (bool, str)):
+        return None
+    try:
+        return float(answer)
+    except (TypeError, ValueError):
+        return None
+
+
+def compared(answer, measured, tolerance=0.0, usual=None):
+    """"" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively.
+    `usual` is {wrong answer: which mistake that is}."""
+    if isinstance(measured, (int, float)) and not isinstance(measured, bool):
+        value = as_number(answer)
+        if value is None:
+            return f"{answer!r} is not a number"
+        if math.isclose(value, measured, rel_tol=tolerance, abs_tol=1e-9):
+            return ""
+        for wrong, words in (usual or {}).items():
+            if math.isclose(value, wrong, rel_tol=max(tolerance, 1e-3)):
+                return f"{answer:,}: {words}"
+        if not measured:
+            return f"{answer:,} is not what was measured"
+        return f"{answer:,} is {value / measured:.3g} times what was measured"
+    if type(answer) is type(measured) and answer == measured:
+        return ""
+    for wrong, words in (usual or {}).items():
+        if answer == wrong:
+            return f"{answer!r}: {words}"
+    return f"{answer!r} is not what was measured"
+
+
+def check(answer, measured, what="", tolerance=0.0, usual=None):
+    """Says in one line whether an answer is right, and returns it. `usual` is {wrong answer: which mistake that is}."""
+    if is_missing(answer):
         print(f"{what}: not solved yet")
         return False
-    if isinstance(expected, (int, float)) and not isinstance(expected, bool):
-        try:
-            right = math.isclose(float(answer), expected, rel_tol=tolerance, abs_tol=1e-9)
-        except (TypeError, ValueError):
-            right = False
-        shown = f"{answer:,}{unit}" if isinstance(answer, (int, float)) else repr(answer)
-    else:
-        right, shown = answer == expected, repr(answer)
-    print(f"{what}: {'right' if right else 'not yet'} ({shown})")
-    return right
+    wrong = compared(answer, measured, tolerance, usual)
+    print(f"{what}: {'not yet. ' + wrong if wrong else 'right'}")
+    return not wrong
 
 
-def predicted(prediction, measured, unit=""):
-    """Puts a prediction beside the measurement."""
-    if prediction is None or prediction is ...:
-        print(f"You wrote down no prediction. Measured: {measured:,}{unit}")
-    else:
-        print(f"You predicted {prediction}{unit}. Measured: {measured:,}{unit}")
+def predicted(prediction, measured, unit="", tolerance=0.02):
+    """Judges a prediction, and tells what was measured."""
+    shown = f"{measured:,}" if as_number(measured) is not None else repr(measured)
+    if is_missing(prediction):
+        print(f"Measured: {shown}{unit}. You wrote down no prediction.")
+        return
+    wrong = compared(prediction, measured, tolerance)
+    print(f"Measured: {shown}{unit}. Your prediction: {'not so, ' + wrong if wrong else 'right'}.")
 
 
-def check_function(function, cases, what="", tolerance=0.0):
-    """The same for a function: `cases` is a list of (arguments, expected)."""
-    for arguments, expected in cases:
+def check_function(function, cases, what="", tolerance=0.0, usual=None):
+    """The same for a function: `cases` is a list of (arguments, measured), `usual` a list of (function, words)."""
+    for arguments, measured in cases:
+        shown = ", ".join(f"{a:,}" if as_number(a) is not None else repr(a) for a in arguments)
         try:
             answer = function(*arguments)
+            if is_missing(answer):
+                print(f"{what}: not solved yet")
+                return False
+            wrong = compared(answer, measured, tolerance)
         except Exception as error:  # a student's mistake is an answer too
-            print(f"{what}: not yet ({type(error).__name__}: {error})")
+            print(f"{what}: not yet. For ({shown}) it ends with {type(error).__name__}: {error}")
             return False
-        if answer is None or answer is ...:
-            print(f"{what}: not solved yet")
-            return False
-        if not math.isclose(answer, expected, rel_tol=tolerance):
-            shown = ", ".join(f"{a:,}" if isinstance(a, (int, float)) else repr(a) for a in arguments)
-            print(f"{what}: not yet. For ({shown}) it gives {answer:,}, measured is {expected:,}")
+        if wrong:
+            known = [words for other, words in usual or () if not compared(answer, other(*arguments), tolerance)]
+            print(f"{what}: not yet. For ({shown}) {wrong}. " + " ".join(known))
             return False
     print(f"{what}: right in {len(cases)} cases")
     return True
-
-
-def rewrite(script, changes):
-    """The text of a script with (old, new) changes. Each old text must occur exactly once."""
-    text = (ROOT / script).read_text()
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"this occurs {text.count(old)} times in {script} and should occur once:\n{old}")
-        text = text.replace(old, new)
-    return text
-
-
-def check_stage(script, given, yours, goal, **options):
-    """Changes a copy of a stage file and compares a run of it with `goal`, a run of the next stage.
-
-    Asked for: the same losses and weights to the last bit, the same bytes of model states on every rank, the same
-    elements sent. `given` are the changes of the formulas and the bookkeeping, `yours` the exercise.
-    """
-    what = f"your copy of {script}"
-    if all(old == new for old, new in yours):
-        print(f"{what}: not solved yet")
-        return False
-    try:
-        text = rewrite(script, [*given, *yours])
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "my_copy.py")
-            path.write_text(text)
-            mine = run(path, ranks=goal.ranks, **options)
-    except (ValueError, RuntimeError) as error:
-        print(f"{what}: not yet. {error}")
-        return False
-    return compare(what, mine, goal)
-
-
-def compare(what, mine, goal):
-    categories = ("parameters", "gradients", "optimizer")
-    states = [[[r[c] for c in categories] for r in some.of("memory")] for some in (mine, goal)]
-    tests = [
-        ("losses equal to the last bit", mine.losses == goal.losses),
-        ("weights equal to the last bit", mine.weights == goal.weights),
-        ("bytes of parameters, gradients, optimizer", states[0] == states[1]),
-        ("elements sent", mine.one("communication")["elements"] == goal.one("communication")["elements"]),
-    ]
-    for name, good in tests:
-        print(f"  {'yes' if good else 'NO ':4}{name}")
-    if states[0] != states[1]:
-        for category, have, want in zip(categories, states[0][0], states[1][0]):
-            print(f"       {category}: {have:,} bytes, wanted {want:,}")
-    right = all(good for _, good in tests)
-    print(f"{what}: {'right' if right else 'not yet'}")
-    return right
 
 
 # ---- Pictures --------------------------------------------------------------------------------------------------
