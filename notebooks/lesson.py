@@ -36,13 +36,15 @@ COLORS = {
     "buffers": "#F0E442",
     "host": "#9A9A9A",
 }
-# What a rank does, and what travels meanwhile: (colour, hatch).
+# What a rank does, and what travels meanwhile: (colour, hatch, colour of the hatch).
 SPANS = {
-    "forward": ("#BBBBBB", ""),
-    "backward": ("#555555", ""),
-    "all_gather": ("#009E73", ""),
-    "reduce_scatter": ("#CC79A7", "///"),
-    "all_reduce": ("#000000", ""),
+    "forward": ("#CCCCCC", "", "white"),
+    "backward": ("#777777", "", "white"),
+    "adam": ("#332288", "", "white"),
+    "waits": ("#FFFFFF", "xxxx", "#CC3311"),
+    "all_gather": ("#009E73", "", "white"),
+    "reduce_scatter": ("#E3A8C9", "////", "#7A3B60"),
+    "all_reduce": ("#000000", "", "white"),
 }
 GRAY = "#777777"
 
@@ -311,31 +313,69 @@ def legend_right(ax, **more):
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, **more)
 
 
+def style(category):
+    """How a category is filled: yellow needs a dark edge, and host memory, which is elsewhere, is hatched."""
+    edge = {"buffers": "#6B6100"}.get(category, "white")
+    return {"facecolor": COLORS[category], "edgecolor": edge, "lw": 0.6, "hatch": "///" if category == "host" else ""}
+
+
+def stack(ax, at, values, unit, width=0.8, scale=0.03):
+    """One bar of stacked categories, {category: bytes}. Returns its height, and in words the parts that are too thin to
+    see: thinner than `scale` times the axis."""
+    floor, small, high = 0.0, [], ax.get_ylim()[1]
+    for category in COLORS:
+        value = values.get(category, 0) / unit
+        if value:
+            ax.bar(at, value, width, floor, **style(category))
+            floor += value
+            if value < scale * high:
+                small.append(f"{category} {value:.2g}")
+    return floor, small
+
+
+def legend_of(ax, categories, handles=()):
+    """A legend of these categories, in the order in which they are stacked, top first, and of other handles."""
+    patches = [plt.Rectangle((0, 0), 1, 1, label=name, **style(name)) for name in COLORS if name in categories]
+    legend_right(ax, handles=[*patches[::-1], *handles])
+
+
+def cut_floor(ax, bottom, top, text):
+    """Starts the vertical axis at the memory that never changes, and says so in a band below it."""
+    band = 0.07 * (top - bottom)
+    ax.axhspan(bottom - band, bottom, facecolor="white", edgecolor="#999999", hatch="////", lw=0, zorder=3)
+    ax.text(
+        0.5, bottom - band / 2, f"below, all the time: {text}", fontsize=8, ha="center", va="center", zorder=4,
+        transform=ax.get_yaxis_transform(), bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )  # fmt: skip
+    ax.set_ylim(bottom - band, top + 0.03 * (top - bottom))
+
+
+def start_at_floor(ax, rows, unit, name):
+    """Cuts off what all these rows, {category: bytes}, have in common, and returns it, in units."""
+    always = {category: min(row.get(category, 0) for row in rows) / unit for category in COLORS if category != "host"}
+    bottom, top = sum(always.values()), max(sum(row.values()) - row.get("host", 0) for row in rows) / unit
+    parts = ", ".join(f"{value:.2f} {category}" for category, value in always.items() if value > 0.005 * bottom)
+    cut_floor(ax, bottom, top, f"{bottom:.2f} {name} ({parts})")
+    return always
+
+
 def plot_moments(run, rank=0, unit=1e6, name="MB"):
     """Stacked bytes per category at the moments that the script has marked in its last step, and the peak."""
     moments, memory = run.of("timeline", rank), run.one("memory", rank)
+    rows = [{category: moment[category] for category in COLORS if category in moment} for moment in moments]
+    rows.append(memory["at_peak"])
     fig, ax = plt.subplots(figsize=(10.5, 5.6))
-    floor = [0.0] * (len(moments) + 1)
-    for category, color in COLORS.items():
-        values = [m[category] / unit for m in moments if category in m]
-        if not values:
-            continue
-        values.append(memory["at_peak"][category] / unit)
-        ax.bar(
-            [*range(len(moments)), len(moments) + 0.8],
-            values,
-            0.85,
-            floor,
-            color=color,
-            label=category,
-            edgecolor="white",
-            lw=0.4,
-        )
+    always = start_at_floor(ax, rows, unit, name)
+    at = [*range(len(moments)), len(moments) + 0.8]
+    floor = [sum(always.values())] * len(rows)
+    for category, low in always.items():
+        values = [row.get(category, 0) / unit - low for row in rows]
+        ax.bar(at, values, 0.85, floor, **style(category))
         floor = [a + b for a, b in zip(floor, values)]
-    ax.set_xticks([*range(len(moments)), len(moments) + 0.8], [m["label"] for m in moments] + ["THE PEAK"], rotation=90)
+    ax.set_xticks(at, [moment["label"] for moment in moments] + ["THE PEAK"], rotation=90)
     ax.set_ylabel(f"live memory in {name}")
     ax.set_xlabel("moment of the step")
-    legend_right(ax)
+    legend_of(ax, always)
     return fig
 
 
@@ -351,81 +391,58 @@ def replay(meter):
     return rows, marks
 
 
-def plot_trace(run, unit=1e6, name="MB", zoom=None):
+def plot_trace(run, unit=1e6, name="MB"):
     """Stacked bytes per category after every single allocation and release of the step."""
     rows, marks = replay(run.meter)
-    alive_before = next(i for i, row in enumerate(rows) if i and row["optimizer"] == max(r["optimizer"] for r in rows))
-    fig, ax = plt.subplots(figsize=(10.5, 4.2))
-    x = range(len(rows))
-    shown = [c for c in COLORS if any(row[c] for row in rows) and c != "host"]
-    ax.stackplot(
-        x,
-        [[row[c] / unit for row in rows] for c in shown],
-        colors=[COLORS[c] for c in shown],
-        labels=shown,
-        step="post",
-    )
-    ax.set_xlim(alive_before, len(rows))
-    top = max(sum(row[c] for c in shown) for row in rows) / unit
-    parts, labels = [alive_before, *(at for at, _ in marks)], [label for _, label in marks]
-    for start, end, label in zip(parts, parts[1:], labels):
+    resident = max(row["optimizer"] for row in rows)
+    first = next(at for at, row in enumerate(rows) if row["optimizer"] == resident) + 1
+    rows, marks = rows[first:], [(at - first, label) for at, label in marks]
+    fig, ax = plt.subplots(figsize=(10.5, 4.6))
+    always = start_at_floor(ax, rows, unit, name)
+    values = [[row[category] / unit - low for row in rows] for category, low in always.items()]
+    values[0] = [value + sum(always.values()) for value in values[0]]  # the others are stacked on it
+    for category, area in zip(always, ax.stackplot(range(len(rows)), values, step="post")):
+        area.set(facecolor=COLORS[category], edgecolor=style(category)["edgecolor"], lw=0.3)
+    ax.set_xlim(0, len(rows))
+    top = max(sum(row.values()) - row["host"] for row in rows) / unit
+    words = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}
+    for (start, _), (end, label) in zip([(0, ""), *marks], marks):
         ax.axvline(end, color="black", lw=0.4, alpha=0.5)
-        label = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}.get(
-            label, label
-        )
-        if end - start > (len(rows) - alive_before) / 45 or label == "fp32 gradients":
-            ax.text((start + end) / 2, top * 1.03, label, rotation=90, ha="center", va="bottom", fontsize=8)
+        if end - start > len(rows) / 45 or label == "fp32 gradients":
+            ax.annotate(
+                words.get(label, label), ((start + end) / 2, 1.02), xycoords=ax.get_xaxis_transform(), rotation=90,
+                ha="center", va="bottom", fontsize=8,
+            )  # fmt: skip
     ax.axhline(top, color="black", lw=1, ls=":")
-    ax.set_ylim(0, top * 1.02)
     ax.set_ylabel(f"live memory in {name}")
     ax.set_xlabel("allocations and releases of one step, in order (vertical lines: the script's marks)")
-    legend_right(ax)
+    legend_of(ax, [category for category in always if any(row[category] / unit > always[category] for row in rows)])
     return fig
 
 
-def plot_stages(runs, unit=1e6, name="MB", rank=None):
+def plot_stages(runs, unit=1e6, name="MB"):
     """Measured model states of each stage and rank as stacked bars, the paper's formula as a line over each."""
     fig, ax = plt.subplots(figsize=(9, 4))
+    categories = ("optimizer", "parameters", "gradients")
+    ax.set_ylim(0, 1.12 * max(memory["states"] for run in runs.values() for memory in run.of("memory")) / unit)
     at, ticks, labels = 0, [], []
     for title, run in runs.items():
         start = at
         for memory in run.of("memory"):
-            floor = 0
-            for category in ("optimizer", "parameters", "gradients"):
-                value = memory[category] / unit
-                ax.bar(
-                    at,
-                    value,
-                    0.8,
-                    floor,
-                    color=COLORS[category],
-                    edgecolor="white",
-                    lw=0.5,
-                    label=category if at == 0 else None,
-                )
-                floor += value
+            height, _ = stack(ax, at, {category: memory[category] for category in categories}, unit)
             line = memory["formula"] / unit
-            ax.plot([at - 0.47, at + 0.47], [line, line], color="black", lw=2, label="formula" if at == 0 else None)
-            ax.annotate(
-                f"{floor:.2f}", (at, line), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9
-            )
+            (formula,) = ax.plot([at - 0.47, at + 0.47], [line, line], color="black", lw=2, label="formula")
+            above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 9}
+            ax.annotate(f"{height:.2f}", (at, max(line, height)), (0, 3), **above)
             ticks.append(at)
             labels.append(f"rank {memory['rank']}")
             at += 1
-        ax.text(
-            (start + at - 1) / 2,
-            -0.17,
-            title,
-            ha="center",
-            va="top",
-            transform=ax.get_xaxis_transform(),
-            fontweight="bold",
-        )
+        middle = (start + at - 1) / 2
+        ax.text(middle, -0.17, title, ha="center", va="top", transform=ax.get_xaxis_transform(), fontweight="bold")
         at += 0.6
     ax.set_xticks(ticks, labels)
     ax.set_ylabel(f"model states in {name}")
-    ax.margins(y=0.12)
-    legend_right(ax)
+    legend_of(ax, categories, [formula])
     return fig
 
 
@@ -433,88 +450,77 @@ def plot_against_ranks(series, unit=1e6, name="MB"):
     """{title: [(ranks, {category: bytes}, formula)]}: one panel per stage, stacked bars measured, a marker for the
     formula."""
     fig, axes = plt.subplots(1, len(series), figsize=(11, 3.6), sharey=True)
+    categories = ("optimizer", "parameters", "gradients")
     for ax, (title, points) in zip(axes, series.items()):
-        floor = [0.0] * len(points)
-        for category in ("optimizer", "parameters", "gradients"):
-            values = [states[category] / unit for _, states, _ in points]
-            ax.bar(
-                range(len(points)),
-                values,
-                0.8,
-                floor,
-                color=COLORS[category],
-                label=category,
-                edgecolor="white",
-                lw=0.5,
-            )
-            floor = [a + b for a, b in zip(floor, values)]
-        line = [formula / unit for _, _, formula in points]
-        ax.plot(range(len(points)), line, "D", color="black", mfc="white", ms=6, label="formula")
+        for at, (_, states, formula) in enumerate(points):
+            height, _ = stack(ax, at, {category: states[category] for category in categories}, unit)
+            (marker,) = ax.plot(at, formula / unit, "D", color="black", mfc="white", ms=5, label="formula")
+            above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
+            ax.annotate(f"{height:.3g}", (at, max(height, formula / unit)), (0, 5), **above)
         ax.set_xticks(range(len(points)), [ranks for ranks, _, _ in points])
         ax.set_title(title)
         ax.set_xlabel("ranks N")
     axes[0].set_ylabel(f"model states per rank in {name}")
-    legend_right(axes[-1])
+    axes[0].margins(y=0.12)
+    legend_of(axes[-1], categories, [marker])
     return fig
 
 
-def plot_spans(run, title="", ax=None, until=None):
-    """What each rank computes and what travels meanwhile, in the metered step. A bar of a collective goes from its
-    launch to the end of its wait; those at the same time stand on lines below each other."""
+def plot_spans(run, title=""):
+    """What each rank does in the metered step, and what travels meanwhile. The upper row of a rank: it computes, or it
+    stands waiting. The lower rows: a collective, from its launch to the end of the wait for it."""
     ranks = sorted({record["rank"] for record in run.of("span")})
-    fig = None
-    if ax is None:
-        fig, ax = plt.subplots(figsize=(11, 0.9 + 1.15 * len(ranks)))
-    ticks, labels, y, seen = [], [], 0, set()
+    fig, ax = plt.subplots(figsize=(11, 0.9 + 1.25 * len(ranks)))
+    ticks, labels, y, seen = [], [], 0, []
+
+    def bar(what, start, end, y, height):
+        color, hatch, edge = SPANS[what]
+        ax.barh(y, end - start, height, start, facecolor=color, hatch=hatch, edgecolor=edge, lw=0.4)
+        seen.append(what)
+
     for rank in ranks:
-        spans = [s for s in run.of("span", rank) if until is None or s["start_ms"] < until]
-        groups = [
-            ("computes", ("forward", "backward")),
-            ("gathers", ("all_gather",)),
-            ("reduces", ("reduce_scatter", "all_reduce")),
-        ]
-        for name, kinds in groups:
-            busy = []  # the end of the last bar on each line
-            for span in sorted((s for s in spans if s["what"] in kinds), key=lambda s: s["start_ms"]):
-                line = next((i for i, end in enumerate(busy) if end <= span["start_ms"] + 1e-3), len(busy))
-                busy[line : line + 1] = [span["end_ms"]]
-                lines = min(line, 2)  # the stage's last gathers all overlap: no more than three lines
-                color, hatch = SPANS[span["what"]]
-                label = span["what"].replace("_", "-") if span["what"] not in seen else None
-                seen.add(span["what"])
-                width, height = span["end_ms"] - span["start_ms"], 0.5 if name == "computes" else 0.2
-                style = {"color": color, "hatch": hatch, "edgecolor": "white", "lw": 0.5, "label": label}
-                ax.barh(y - 0.22 * lines, width, height, span["start_ms"], **style)
-            if busy:
+        spans = sorted(run.of("span", rank), key=lambda span: span["start_ms"])
+        travels = [span for span in spans if "waited_ms" in span]
+        for span in spans:
+            if span not in travels:
+                bar(span["what"], span["start_ms"], span["end_ms"], y, 0.5)
+        for span in travels:
+            bar("waits", span["end_ms"] - span["waited_ms"], span["end_ms"], y, 0.5)
+        ticks.append(y)
+        labels.append(f"rank {rank} computes, waits")
+        y -= 0.55
+        for words, kinds in (("gathers", ("all_gather",)), ("reduces", ("reduce_scatter", "all_reduce"))):
+            ends = []  # of the last bar on each line
+            for span in (span for span in travels if span["what"] in kinds):
+                line = next((i for i, end in enumerate(ends) if end <= span["start_ms"] + 1e-3), len(ends))
+                ends[line : line + 1] = [span["end_ms"]]
+                bar(span["what"], span["start_ms"], span["end_ms"], y - 0.22 * min(line, 2), 0.2)
+            if ends:
                 ticks.append(y)
-                labels.append(f"rank {rank} {name}")
-                y -= 0.5 + 0.22 * min(len(busy), 3)
-        y -= 0.3
+                labels.append(f"rank {rank} {words}")
+                y -= 0.28 + 0.22 * min(len(ends), 3)
+        y -= 0.4
     ax.set_yticks(ticks, labels)
     ax.set_xlabel("time in the metered step in ms (the meter slows it down)")
     ax.set_title(title)
-    handles, names = ax.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda i: list(SPANS).index(names[i].replace("-", "_")))
-    ax.legend(
-        [handles[i] for i in order],
-        [names[i] for i in order],
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1),
-        frameon=False,
-    )
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=color, hatch=hatch, edgecolor=edge, lw=0.4, label=what.replace("_", "-"))
+        for what, (color, hatch, edge) in SPANS.items()
+        if what in seen
+    ]
+    legend_right(ax, handles=handles)
     return fig
 
 
-def place(meter, chosen=None):
-    """First fit: where every allocation of the trace would lie in one address space. Returns [(number, address,
-    bytes, born, died)] with positions in the trace, and the top of the space. The same rule as the script's
-    Meter.heap()."""
-    gaps, placed, blocks, top = [(0, math.inf)], {}, [], 0
-    clock = 0
-    for key, change in meter.step:
-        clock += 1
-        if isinstance(key, str) or change == 0 or (chosen is not None and key not in chosen):
+def place(meter, chosen):
+    """First fit: where every chosen allocation of the trace would lie in one address space. Returns [(number, address,
+    bytes, born, died)] with positions in the trace, the most live bytes, and the top of the space."""
+    gaps, placed, blocks, live, most, top = [(0, math.inf)], {}, [], 0, 0, 0
+    for clock, (key, change) in enumerate(meter.step):
+        if isinstance(key, str) or change == 0 or key not in chosen:
             continue
+        live += change
+        most = max(most, live)
         if change > 0:
             at = next(i for i, (start, end) in enumerate(gaps) if end - start >= change)
             start, end = gaps[at]
@@ -530,76 +536,89 @@ def place(meter, chosen=None):
             if at and gaps[at - 1][1] == start:
                 at, start = at - 1, gaps.pop(at - 1)[0]
             gaps.insert(at, (start, end))
-    blocks += [(key, start, length, born, clock + 1) for key, (start, length, born) in placed.items()]
-    return blocks, top
+    blocks += [(key, start, length, born, len(meter.step)) for key, (start, length, born) in placed.items()]
+    return blocks, most, top
 
 
-def plot_heaps(meters, kept_only=False, unit=1e6, name="MB"):
-    """{title: meter}: every allocation as a rectangle, time to the right and addresses upwards. A black frame marks
-    what M_D is about: kept layer inputs and gradients."""
-    fig, axes = plt.subplots(1, len(meters), figsize=(11, 4.4), sharey=True)
-    seen, highest = set(), 0
-    for ax, (title, meter) in zip(axes, meters.items()):
-        numbers = {
-            n for n, category in enumerate(meter.category) if category != "host" and (n in meter.kept or not kept_only)
-        }
-        blocks, top = place(meter, numbers)
-        live, space = meter.heap(numbers)
-        assert top == space, "the picture and the script's own count place differently"
+def resident(blocks, kept):
+    """The top of the blocks that lie there from first to last, one upon the other from address 0, without `kept`."""
+    top, end = 0, max(died for *_, died in blocks)
+    for number, start, length, _, died in sorted(blocks, key=lambda block: block[1]):
+        if start == top and died == end and number not in kept:
+            top = start + length
+    return top
+
+
+def plot_heaps(runs, kept_only=False, unit=1e6, name="MB", capacity=None):
+    """{title: run with a trace of zero_r.py}: every allocation as a rectangle, time to the right and addresses upwards.
+    What M_D is about, kept layer inputs and gradients, has its colour; all else is pale. `capacity` in bytes: a line,
+    and what lies above it does not fit."""
+    fig, axes = plt.subplots(1, len(runs), figsize=(11, 4.4), sharey=True)
+    seen, highest, bottom = set(), 0, 0
+    for ax, (title, run) in zip(axes, runs.items()):
+        meter, memory = run.meter, run.one("memory")
+        kept = [n for n in meter.kept if meter.category[n] != "host"]
+        numbers = {n for n, category in enumerate(meter.category) if category != "host"}
+        blocks, live, space = place(meter, set(kept) if kept_only else numbers)
+        fragmentation = space / live - 1
+        assert abs(fragmentation - memory["fragmentation_kept" if kept_only else "fragmentation"]) < 1e-9
         for number, start, length, born, died in blocks:
-            frame = {"edgecolor": "black", "lw": 0.7} if number in meter.kept else {"edgecolor": "white", "lw": 0.1}
-            color = COLORS[meter.category[number]]
-            ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, facecolor=color, **frame))
-            seen.add(meter.category[number])
-        ax.axhline(live / unit, color="black", ls=":", lw=1.5)
-        ax.axhline(space / unit, color="black", lw=1.5)
+            box = style(meter.category[number]) if number in kept else {"facecolor": "#E6E6E6", "edgecolor": "#C9C9C9"}
+            ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, **box | {"lw": 0.3}))
+            seen |= {meter.category[number]} & {"activations", "gradients"} if number in kept else set()
+        (a,) = ax.plot([0, len(meter.step)], [space / unit] * 2, color="black", lw=1.5, label="space taken")
+        (b,) = ax.plot([0, len(meter.step)], [live / unit] * 2, color="black", ls=":", lw=1.5, label="most live bytes")
+        handles = [a, b]
+        if capacity:
+            label = f"capacity {capacity / unit:.2f} {name}"
+            handles.append(ax.axhline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=label))
         ax.set_xlim(0, len(meter.step))
-        ax.set_title(f"{title}: {space / live - 1:.1%} fragmentation", fontsize=10)
+        ax.set_title(f"{title}: {space / unit:.2f} {name}, {fragmentation:.1%} fragmentation", fontsize=10)
         ax.set_xlabel("allocations and releases, in order")
         highest = max(highest, space / unit)
-    axes[0].set_ylim(0, highest * 1.06)
+        bottom = max(bottom, 0 if kept_only else resident(blocks, kept) / unit)
+    if bottom:
+        for ax in axes:
+            cut_floor(ax, bottom, highest, f"{bottom:.2f} {name}")
+    else:
+        axes[0].set_ylim(0, 1.06 * highest)
     axes[0].set_ylabel(f"address in {name}")
-    shown = [category for category in COLORS if category in seen]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[category]) for category in shown]
-    handles += [plt.Line2D([], [], color="black", lw=1.5), plt.Line2D([], [], color="black", ls=":", lw=1.5)]
-    axes[-1].legend(
-        handles,
-        [*shown, "space taken", "peak of live bytes"],
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1),
-        frameon=False,
-    )
+    rest = [] if kept_only else [plt.Rectangle((0, 0), 1, 1, fc="#E6E6E6", ec="#C9C9C9", label="all else")]
+    legend_of(axes[-1], seen, [*rest, *handles])
     return fig
 
 
-def plot_stacks(bars, unit=1e6, name="MB", label="", lines=None, lines_are="formula", neutral=False):
-    """{title: {category: bytes}} as stacked bars, `lines` {title: bytes} as a black line over each. `neutral`: one
-    gray for totals that belong to no category."""
+def plot_stacks(
+    bars, unit=1e6, name="MB", label="", lines=None, lines_are="formula", neutral=False, capacity=None, capacity_is=""
+):
+    """{title: {category: bytes}} as stacked bars, `lines` {title: bytes} as a black line over each. `neutral`: one gray
+    for totals that belong to no category. `capacity` in bytes: a dashed line across."""
     fig, ax = plt.subplots(figsize=(9, 3.8))
-    floor = [0.0] * len(bars)
-    for category, color in COLORS.items():
-        values = [bar.get(category, 0) / unit for bar in bars.values()]
-        if any(values):
-            style = {"color": GRAY} if neutral else {"color": color, "label": category}
-            hatch = "///" if category == "host" else ""
-            ax.bar(range(len(bars)), values, 0.75, floor, edgecolor="white", lw=0.5, hatch=hatch, **style)
-            floor = [a + b for a, b in zip(floor, values)]
-    for at, total in enumerate(floor):
-        ax.text(at, total, f"{total:,.2f}", ha="center", va="bottom", fontsize=9)
-    for at, title in enumerate(bars):
+    most = max([*(sum(bar.values()) for bar in bars.values()), *(lines or {}).values(), capacity or 0])
+    ax.set_ylim(0, 1.15 * most / unit)
+    handles = []
+    for at, (title, bar) in enumerate(bars.items()):
+        bar = {category: bar.get(category, 0) for category in COLORS}
+        if neutral:
+            height, small = sum(bar.values()) / unit, []
+            ax.bar(at, height, 0.75, color=GRAY)
+        else:
+            height, small = stack(ax, at, bar, unit, 0.75)
+        text = "\n".join([*small, f"{height:,.2f}"] if len(small) < sum(map(bool, bar.values())) else [f"{height:,.2g}"])
+        ax.text(at, height, text, ha="center", va="bottom", fontsize=9)
         if lines and title in lines:
-            ax.plot(
-                [at - 0.45, at + 0.45],
-                [lines[title] / unit] * 2,
-                color="black",
-                lw=2,
-                label=lines_are if at == 0 else None,
-            )
+            style_of_line = {"color": "black", "lw": 2, "label": lines_are}
+            handles = ax.plot([at - 0.45, at + 0.45], [lines[title] / unit] * 2, **style_of_line)
+    if capacity:
+        words = capacity_is or f"{capacity / unit:,.0f} {name}"
+        handles.append(ax.axhline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=words))
     ax.set_xticks(range(len(bars)), list(bars))
     ax.set_ylabel(f"{label} in {name}")
-    ax.set_ylim(0, 1.1 * max([*floor, *(line / unit for line in (lines or {}).values())]))
+    used = {category for bar in bars.values() for category, value in bar.items() if value}
     if not neutral:
-        legend_right(ax)
+        legend_of(ax, used, handles)
+    elif handles:
+        legend_right(ax, handles=handles)
     return fig
 
 
