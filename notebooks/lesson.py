@@ -226,18 +226,16 @@ def number(value, unit=1e6, digits=2):
     return f"{value / unit:,.{digits}f}"
 
 
-def show_diff(old, new, section="# ---- 7."):
-    """Displays the lines of the train step and the layer that differ between two files (their section 7)."""
+def show_diff(old, new):
+    """Displays the lines that differ between two stage files where they differ: from the layer to the train step."""
     texts = []
     for name in (old, new):
-        lines = (ROOT / name).read_text().splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith(section))
-        end = next((i for i, line in enumerate(lines) if i > start and line.startswith("# ---- ")), len(lines))
-        texts.append(lines[start:end])
+        text = (ROOT / name).read_text()
+        texts.append(text[text.index("# ---- 5.") : text.index("# ====")].splitlines())
     diff = list(difflib.unified_diff(*texts, f"a/{old}", f"b/{new}", n=2, lineterm=""))
     changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
     show("```diff\n" + "\n".join(diff) + "\n```")
-    print(f"{changed} lines added or removed in section 7, the layer and the train step")
+    print(f"{changed} lines added or removed in sections 5 and 6, the layer and the train step")
 
 
 # ---- Exercises -------------------------------------------------------------------------------------------------
@@ -273,6 +271,8 @@ def compared(answer, measured, tolerance=0.0, usual=None):
         if not measured:
             return f"{answer:,} is not what was measured"
         return f"{answer:,} is {value / measured:.3g} times what was measured"
+    if isinstance(measured, list) and isinstance(answer, (tuple, set)):
+        answer = list(answer)
     if type(answer) is type(measured) and answer == measured:
         return ""
     for wrong, words in (usual or {}).items():
@@ -302,7 +302,8 @@ def predicted(prediction, measured, unit="", tolerance=0.02):
 
 
 def check_function(function, cases, what="", tolerance=0.0, usual=None):
-    """The same for a function: `cases` is a list of (arguments, measured), `usual` a list of (function, words)."""
+    """The same for a function: `cases` is a list of (arguments, measured), and `usual` is {factor: which mistake it is
+    if the answer is so many times what was measured}."""
     for arguments, measured in cases:
         shown = ", ".join(f"{a:,}" if as_number(a) is not None else repr(a) for a in arguments)
         try:
@@ -315,7 +316,8 @@ def check_function(function, cases, what="", tolerance=0.0, usual=None):
             print(f"{what}: not yet. For ({shown}) it ends with {type(error).__name__}: {error}")
             return False
         if wrong:
-            known = [words for other, words in usual or () if not compared(answer, other(*arguments), tolerance)]
+            value = as_number(answer)
+            known = [words for factor, words in (usual or {}).items() if value and not compared(value / measured, factor, 0.02)]
             print(f"{what}: not yet. For ({shown}) {wrong}. " + " ".join(known))
             return False
     print(f"{what}: right in {len(cases)} cases")
@@ -496,7 +498,7 @@ def plot_spans(run, title=""):
 
     for rank in ranks:
         spans = sorted(run.of("span", rank), key=lambda span: span["start_ms"])
-        travels = [span for span in spans if "waited_ms" in span]
+        travels = [span for span in spans if span["what"] not in ("forward", "backward", "adam")]
         for span in spans:
             if span not in travels:
                 bar(span["what"], span["start_ms"], span["end_ms"], y, 0.5)

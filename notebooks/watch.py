@@ -61,16 +61,9 @@ def watch(module):
 
     class Meter(module.Meter):
         def start(self, named):
-            self.numbers = {}  # address of a storage -> its number
             gc.collect()
             super().start(named)
             self.mark("the start of the step")
-
-        def see(self, tensor):
-            before = len(self.category)
-            super().see(tensor)
-            if len(self.category) > before:
-                self.numbers[tensor.untyped_storage()._cdata] = before
 
         def mark(self, label):
             if self.running:
@@ -86,7 +79,7 @@ def watch(module):
                     elif attribute != "master.grad":
                         found[f"{where} of {layer.name}"] = tensor.untyped_storage().nbytes()
             for thing in gc.get_objects():
-                if issubclass(type(thing), torch.Tensor):
+                if issubclass(type(thing), torch.Tensor) and thing.device.type != "meta":
                     self.see(thing)
 
         def replay(self):
@@ -99,8 +92,7 @@ def watch(module):
     class Collectives(module.Collectives):
         def all_gather(self, full, layer):
             if self.meter.running:
-                self.meter.see(full)
-                gathered[self.meter.numbers[full.untyped_storage()._cdata]] = layer
+                gathered[self.meter.see(full)] = layer
             return super().all_gather(full, layer)
 
     def remembered(*arguments):
