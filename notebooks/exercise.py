@@ -24,7 +24,8 @@ class Exercise:
     goal     the script (or a path) that a right copy has to equal; or None, and `check` takes a `judge`
     given    names of functions and classes (or "Class.method") that are taken over from `goal`
     changes  [(old, new), ...] further changes of the copy; each old text occurs once
-    gaps     [(letter, old, what to do), ...]; `old` is the start of the gap: one line, or more of them
+    gaps     [(letter, first, task), ...] or [(letter, first, task, last), ...]: the gap goes from the line in which the
+             text `first` begins to the one in which it ends, or in which the text `last` ends, the next one from there
     hints    {what: sentence} to add to a line of the check; what: "losses", "volume", "whole", or a category of memory
     options  of the script, for the runs of the check
     """
@@ -38,8 +39,8 @@ class Exercise:
             text = replaced(text, definition(text, name), definition((lesson.ROOT / goal).read_text(), name), source)
         for old, new in changes:
             text = replaced(text, old, new, source)
-        for letter, old, task in gaps:
-            text = marked(text, letter, old, task, source)
+        for gap in gaps:
+            text = marked(text, source, *gap)
         self.template = f"# A copy of {source} to work on. Your parts lie between '# >>>' and '# <<<'.\n" + text
         if not self.path.exists():
             self.path.write_text(self.template)
@@ -48,7 +49,7 @@ class Exercise:
     def where(self):
         lines = enumerate(self.path.read_text().splitlines(), 1)
         places = [f"{m[1]} in line {at}" for at, line in lines if (m := re.match(r" *# >>> (\w+)\.", line))]
-        print(f"Open {self.path.name} beside this notebook" + (": " + ", ".join(places) if places else ""))
+        print(f"Open {self.path.name}, beside this notebook" + (": " + ", ".join(places) if places else ""))
 
     def write(self, text):
         if self.path.exists() and self.path.read_text() not in (self.template, text):
@@ -134,7 +135,8 @@ def difference(mine, goal, hints=None):
                 for category, value in have[key].items():
                     enough = want[key].get(category, 0)
                     if value > enough + goal.one("whole", rank)["slice"]:
-                        text = f"{words.format(have['label'])} {value:,} bytes of {category}, and {enough:,} are enough."
+                        what = {"optimizer": "optimizer states", "total": "all kinds"}.get(category, category)
+                        text = f"{words.format(have['label'])} {value:,} bytes of {what}, and {enough:,} are enough."
                         return line(category, text + culprit(mine, goal, rank))
     return ""
 
@@ -164,13 +166,15 @@ def replaced(text, old, new, source):
     return text.replace(old, new)
 
 
-def marked(text, letter, old, task, source):
-    """The text with marks around the lines that `old` begins in and ends in."""
-    if text.count(old) != 1:
-        raise ValueError(f"this occurs {text.count(old)} times in {source} and should occur once:\n{old}")
-    start = text.rfind("\n", 0, text.index(old)) + 1
-    end = text.find("\n", text.index(old) + len(old.rstrip("\n"))) + 1
+def marked(text, source, letter, first, task, last=""):
+    """The text with the marks of one gap around its lines."""
+    if text.count(first) != 1:
+        raise ValueError(f"this occurs {text.count(first)} times in {source} and should occur once:\n{first}")
+    at = text.index(first)
+    start, end = text.rfind("\n", 0, at) + 1, at + len(first.rstrip("\n"))
+    end = text.index(last, at) + len(last.rstrip("\n")) if last else end
+    end = text.index("\n", end) + 1
     indent = re.match(" *", text[start:])[0]
-    words = textwrap.wrap(task, 116 - len(indent))
+    words = textwrap.wrap(task, 112 - len(indent))
     head = f"{indent}# >>> {letter}. " + f"\n{indent}#  ".join(words) + "\n"
     return text[:start] + head + text[start:end] + f"{indent}# <<< {letter}\n" + text[end:]
