@@ -256,14 +256,14 @@ def as_number(answer):
         return None
 
 
-def compared(answer, measured, tolerance=0.0, usual=None):
-    """"" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively.
-    `usual` is {wrong answer: which mistake that is}."""
+def compared(answer, measured, tolerance=0.0, usual=None, rounded=False):
+    """"" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively, and
+    with `rounded` be the nearest whole number. `usual` is {wrong answer: which mistake that is}."""
     if isinstance(measured, (int, float)) and not isinstance(measured, bool):
         value = as_number(answer)
         if value is None:
             return f"{answer!r} is not a number"
-        if math.isclose(value, measured, rel_tol=tolerance, abs_tol=1e-9):
+        if math.isclose(value, measured, rel_tol=tolerance, abs_tol=1e-9) or rounded and value == round(measured):
             return ""
         for wrong, words in (usual or {}).items():
             if math.isclose(value, wrong, rel_tol=max(tolerance, 1e-3)):
@@ -281,14 +281,26 @@ def compared(answer, measured, tolerance=0.0, usual=None):
     return f"{answer!r} is not what was measured"
 
 
-def check(answer, measured, what="", tolerance=0.0, usual=None):
+def check(answer, measured, what="", tolerance=0.0, usual=None, rounded=False):
     """Says in one line whether an answer is right, and returns it. `usual` is {wrong answer: which mistake that is}."""
     if is_missing(answer):
         print(f"{what}: not solved yet")
         return False
-    wrong = compared(answer, measured, tolerance, usual)
+    wrong = compared(answer, measured, tolerance, usual, rounded)
     print(f"{what}: {'not yet. ' + wrong if wrong else 'right'}")
     return not wrong
+
+
+def tried(script, options, **fixed):
+    """A simulation with a reader's options besides fixed ones: (run, ""), or (None, one line on why there is none)."""
+    if not isinstance(options, dict):
+        return None, f"{options!r} is no dict of options"
+    if both := sorted(set(options) & set(fixed)):
+        return None, f"{', '.join(both)} shall stay as it is"
+    try:
+        return simulate(script, **fixed, **options), ""
+    except RuntimeError as error:
+        return None, str(error)
 
 
 def predicted(prediction, measured, unit="", tolerance=0.02):
@@ -558,6 +570,25 @@ def place(meter, chosen):
     return blocks, most, top
 
 
+def on_device(meter):
+    """The numbers of all storages that are not in host memory."""
+    return {number for number, category in enumerate(meter.category) if category != "host"}
+
+
+def first_failure(run, capacity):
+    """Where a run with a trace first asks for more than fits, by first fit: (bytes asked for, bytes free, largest hole)
+    or None."""
+    blocks, _, _ = place(run.meter, on_device(run.meter))
+    failed = [block for block in blocks if block[1] + block[2] > capacity]
+    if not failed:
+        return None
+    _, _, asked, moment, _ = min(failed, key=lambda block: block[3])
+    taken = sorted((start, start + size) for _, start, size, born, died in blocks if born < moment < died)
+    edges = [0, *(edge for block in taken for edge in block), capacity]
+    holes = [end - start for start, end in zip(edges[::2], edges[1::2])]
+    return asked, sum(holes), max(holes)
+
+
 def resident(blocks, kept):
     """The top of the blocks that lie there from first to last, one upon the other from address 0, without `kept`."""
     top, end = 0, max(died for *_, died in blocks)
@@ -567,19 +598,18 @@ def resident(blocks, kept):
     return top
 
 
-def plot_heaps(runs, kept_only=False, unit=1e6, name="MB", capacity=None):
+def plot_heaps(runs, unit=1e6, name="MB", capacity=None):
     """{title: run with a trace of zero_r.py}: every allocation as a rectangle, time to the right and addresses upwards.
     What M_D is about, kept layer inputs and gradients, has its colour; all else is pale. `capacity` in bytes: a line,
     and what lies above it does not fit."""
     fig, axes = plt.subplots(1, len(runs), figsize=(11, 4.4), sharey=True)
     seen, highest, bottom = set(), 0, 0
     for ax, (title, run) in zip(axes, runs.items()):
-        meter, memory = run.meter, run.one("memory")
-        kept = [n for n in meter.kept if meter.category[n] != "host"]
-        numbers = {n for n, category in enumerate(meter.category) if category != "host"}
-        blocks, live, space = place(meter, set(kept) if kept_only else numbers)
+        meter = run.meter
+        kept = meter.kept & on_device(meter)
+        blocks, live, space = place(meter, on_device(meter))
         fragmentation = space / live - 1
-        assert abs(fragmentation - memory["fragmentation_kept" if kept_only else "fragmentation"]) < 1e-9
+        assert abs(fragmentation - run.one("memory")["fragmentation"]) < 1e-9, "the script places differently"
         for number, start, length, born, died in blocks:
             box = style(meter.category[number]) if number in kept else {"facecolor": "#E6E6E6", "edgecolor": "#C9C9C9"}
             ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, **box | {"lw": 0.3}))
@@ -594,15 +624,15 @@ def plot_heaps(runs, kept_only=False, unit=1e6, name="MB", capacity=None):
         ax.set_title(f"{title}: {space / unit:.2f} {name}, {fragmentation:.1%} fragmentation", fontsize=10)
         ax.set_xlabel("allocations and releases, in order")
         highest = max(highest, space / unit)
-        bottom = max(bottom, 0 if kept_only else resident(blocks, kept) / unit)
+        bottom = max(bottom, resident(blocks, kept) / unit)
     if bottom:
         for ax in axes:
             cut_floor(ax, bottom, highest, f"{bottom:.2f} {name}")
     else:
         axes[0].set_ylim(0, 1.06 * highest)
     axes[0].set_ylabel(f"address in {name}")
-    rest = [] if kept_only else [plt.Rectangle((0, 0), 1, 1, fc="#E6E6E6", ec="#C9C9C9", label="all else")]
-    legend_of(axes[-1], seen, [*rest, *handles])
+    rest = plt.Rectangle((0, 0), 1, 1, fc="#E6E6E6", ec="#C9C9C9", label="all else")
+    legend_of(axes[-1], seen, [rest, *handles])
     return fig
 
 
@@ -651,6 +681,78 @@ def plot_lines(series, xlabel, ylabel):
     ax.set_ylabel(ylabel)
     ax.set_ylim(bottom=0)
     legend_right(ax)
+    return fig
+
+
+# ---- Tensor parallelism, drawn ---------------------------------------------------------------------------------
+
+RANK_COLORS = (("#332288", "white"), ("#56B4E9", "black"))  # a colour for what rank 0 has, and rank 1, and text upon it
+
+
+def plot_cut():
+    """How two ranks cut an MLP: the first matrix by its outputs, the second by its inputs."""
+    fig, ax = plt.subplots(figsize=(11, 3.6))
+
+    def matrix(x, y, width, height, text, rank=None):
+        color, ink = RANK_COLORS[rank] if rank is not None else ("#DDDDDD", "black")
+        ax.add_patch(plt.Rectangle((x, y), width, height, facecolor=color, edgecolor="black", lw=0.8))
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=9)
+
+    def word(x, y, text, size=10):
+        ax.text(x, y, text, ha="center", va="center", fontsize=size)
+
+    for rank, y in ((0, 3.0), (1, 0.2)):
+        word(-0.7, y + 0.8, f"rank {rank}")
+        matrix(0, y + 0.4, 1, 0.8, "x")
+        word(1.3, y + 0.8, "·")
+        matrix(1.6, y + 0.3, 2, 1, "columns of A", rank)
+        word(4.0, y + 0.8, "→ GELU →", 8)
+        matrix(4.45, y + 0.4, 1.95, 0.8, f"h{rank}: own hidden units", rank)
+        word(6.7, y + 0.8, "·")
+        matrix(7.0, y - 0.2, 1, 2, "rows\nof B", rank)
+        word(8.3, y + 0.8, "=")
+        matrix(8.6, y + 0.4, 1, 0.8, f"y{rank}", rank)
+    ax.annotate("", (10.6, 2.3), (9.7, 3.7), arrowprops={"arrowstyle": "->"})
+    ax.annotate("", (10.6, 1.9), (9.7, 1.1), arrowprops={"arrowstyle": "->"})
+    word(10.1, 2.1, "all-\nreduce", 8)
+    matrix(10.7, 1.7, 1, 0.8, "y0 + y1")
+    word(0.5, 5.2, "both have it whole", 8)
+    word(2.6, 5.2, "cut by outputs", 8)
+    word(5.4, 5.2, "GELU acts on each unit alone", 8)
+    word(7.5, 5.2, "cut by inputs", 8)
+    word(9.1, 5.2, "a part of each sum", 8)
+    word(11.2, 2.8, "whole again", 8)
+    ax.set(xlim=(-1.2, 11.9), ylim=(-0.2, 5.5))
+    ax.axis("off")
+    return fig
+
+
+def plot_block():
+    """A block on two ranks, and where its all-reduces are: at g in forward, at f in backward."""
+    fig, ax = plt.subplots(figsize=(11, 2.9))
+    steps = [("norm", None), ("f", 0), ("qkv", 1), ("attention of\nhalf the heads", 1), ("attention_\nproj", 1), ("g", 0)]
+    steps += [("+ x", None), ("norm", None), ("f", 0), ("mlp_up", 1), ("GELU", 1), ("mlp_proj", 1), ("g", 0), ("+ x", None)]
+    x = 0.0
+    for name, kind in steps:
+        width = 0.5 if kind == 0 else 0.62 if name in ("norm", "+ x") else 0.95
+        if kind == 0:
+            style_of_line = {"color": "black", "lw": 3, "ls": "-" if name == "g" else ":"}
+            ax.plot([x + width / 2] * 2, [0.1, 2.4], **style_of_line)
+            ax.text(x + width / 2, 2.55, name, ha="center", fontsize=12, style="italic")
+        else:
+            for rank, y in ((0, 1.4), (1, 0.2)):
+                color, ink = RANK_COLORS[rank] if kind else ("#DDDDDD", "black")
+                ax.add_patch(plt.Rectangle((x, y), width - 0.08, 0.8, facecolor=color, edgecolor="black", lw=0.8))
+                ax.text(x + width / 2 - 0.04, y + 0.4, name, ha="center", va="center", color=ink, fontsize=7.5)
+        x += width
+    for rank, y in ((0, 1.8), (1, 0.6)):
+        ax.text(-0.1, y, f"rank {rank}", ha="right", va="center")
+    ax.annotate("", (x, -0.25), (0, -0.25), arrowprops={"arrowstyle": "->"})
+    ax.text(x / 2, -0.42, "forward: all-reduce at each g (solid), nothing at f", ha="center", va="top", fontsize=9)
+    ax.annotate("", (0, -0.85), (x, -0.85), arrowprops={"arrowstyle": "->"})
+    ax.text(x / 2, -1.02, "backward: all-reduce at each f (dotted), nothing at g", ha="center", va="top", fontsize=9)
+    ax.set(xlim=(-0.8, x + 0.1), ylim=(-1.4, 2.9))
+    ax.axis("off")
     return fig
 
 
