@@ -1,4 +1,4 @@
-"""The exercises of notebook 2, done right in several ways and done wrong on purpose: one line of the check tells which."""
+"""The exercises of notebooks 2 and 3, done right in several ways and wrong on purpose: the check says so in one line."""
 
 import io
 import os
@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "notebooks"))
 import exercise  # noqa: E402
 import lesson  # noqa: E402
 
-CELLS = nbformat.read(ROOT / "notebooks/02_zero_dp.ipynb", as_version=4).cells
+CELLS, CELLS_R = (nbformat.read(ROOT / "notebooks" / name, 4).cells for name in ("02_zero_dp.ipynb", "03_zero_r.ipynb"))
 
 
 class Solution:
@@ -151,6 +151,59 @@ def test_the_reader_s_file_stays(stages):
     task.__init__(task.path.name, "stage0_ddp.py")
     assert task.path.read_text() == "mine"
     task.start_again()
+
+
+@pytest.fixture(scope="module")
+def zero_r():
+    """What the check cells of notebook 3 need of the cells before them: (names, {exercise: source of its check})."""
+    names = {}
+    exec(CELLS_R[1].source, names)
+    c5 = lesson.simulate("zero_r.py", ranks=8, mp=2, config="C5", buffer_elements=2**14, **names["DEEP"])
+    names["peaks"] = {"C5": c5.one("memory")["peak"]}
+    checks = [cell.source for cell in CELLS_R if "check" in cell.metadata.get("tags", [])]
+    return names, {int(re.search(r"exercise (\d)", source)[1]): source for source in checks}
+
+
+@pytest.mark.parametrize(
+    "mine, words",
+    [
+        ({"mp": 2, "config": "C5", "buffer_elements": 2**14}, "not solved yet"),
+        ({"mp": 2, "config": "C5", "buffer_elements": 2**14, "md": "off"}, r"not yet. that takes 98.0 % of the peak of C5"),
+        ({"mp": 2, "config": "full", "buffer_elements": 2**12}, "not yet. that takes 8"),
+        ({"mp": 4, "config": "full", "buffer_elements": 2**14}, "not yet. that takes 86"),
+        ({"mp": 4, "config": "full", "md": "off"}, "right"),
+        ({"mp": 8}, "not yet. .*--mp 8 must divide"),
+        ({"mp": 2.0}, "not yet. .*--mp"),
+        ({"md": "maybe"}, "not yet. .*--md"),
+        ({"layers": 1}, "not yet. layers shall stay as it is"),
+        ("mp=4", "not yet. .* is no dict"),
+        ((4, "full"), "not yet. .* is no dict"),
+        (None, "not yet. None is no dict"),
+    ],
+)
+def test_a_setting_of_zero_r(mine, words, zero_r):
+    names, checks = zero_r
+    _, line = said(lambda: exec(checks[4], {**names, "mine": mine}))
+    assert re.match(f"exercise 4: ({words})", line), line
+
+
+@pytest.mark.parametrize(
+    "without, with_pa, first, second",
+    [
+        (67, 4, "right", "right"),
+        (67.1, 4.2, "right", "right"),
+        (69, 5, "not yet. 69 is", "not yet. 5 is"),
+        (33, 2, "not yet. 33: That counts elements", "not yet. 2: That counts elements"),
+        ("67 GB", (4,), "not yet. '67 GB' is not", "not yet. .* is not a number"),
+    ],
+)
+def test_gigabytes_of_inputs(without, with_pa, first, second, zero_r):
+    names, checks = zero_r
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(checks[2], {**names, "without_pa": without, "with_pa": with_pa})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 2 and all(re.search(": " + words, line) for words, line in zip((first, second), lines)), lines
 
 
 @pytest.mark.parametrize("answer", ["three", "3.0", (3, 4), [3], 3.5, True, {}, "", 0, float("nan"), print])
