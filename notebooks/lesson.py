@@ -1,4 +1,4 @@
-"""What the four notebooks share: run a script and read its records, draw them, check an answer.
+"""What the notebooks share: run a script and read its records, draw them, check an answer.
 
 Nothing here computes a loss or counts a byte. The numbers come from the scripts in the folder above: run() starts one
 with torchrun, simulate() runs its main() in this process as rank 0 of any number of ranks, on tensors without memory.
@@ -7,7 +7,6 @@ with torchrun, simulate() runs its main() in this process as rank 0 of any numbe
 import bisect
 import contextlib
 import difflib
-import importlib.util
 import io
 import json
 import math
@@ -21,6 +20,7 @@ import tempfile
 import time
 
 import matplotlib.pyplot as plt
+import watch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = os.environ.get("ZERO_SMALL", "") not in ("", "0")  # tiny sizes: the tests of this project run the notebooks so
@@ -140,7 +140,7 @@ def start(program, ranks, limit):
             process.communicate()
         status = process.returncode
     if time.monotonic() - began > limit:
-        raise RuntimeError(f"no end after {limit} seconds: does a rank wait for a collective that another never starts?")
+        raise RuntimeError(f"no end after {limit} seconds: does a rank wait for a collective that no other starts?")
     return status, out, errors
 
 
@@ -163,11 +163,7 @@ def what_failed(errors, script):
 
 def load(script):
     """A script of this project as a fresh module."""
-    spec = importlib.util.spec_from_file_location(pathlib.Path(script).stem, ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks its module up
-    spec.loader.exec_module(module)
-    return module
+    return watch.load(ROOT / script)
 
 
 def simulate(script, ranks=1, trace=False, **options):
@@ -257,8 +253,8 @@ def as_number(answer):
 
 
 def compared(answer, measured, tolerance=0.0, usual=None, rounded=False):
-    """"" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively, and
-    with `rounded` be the nearest whole number. `usual` is {wrong answer: which mistake that is}."""
+    """"" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively,
+    and with `rounded` be the nearest whole number. `usual` is {wrong answer: which mistake that is}."""
     if isinstance(measured, (int, float)) and not isinstance(measured, bool):
         value = as_number(answer)
         if value is None:
@@ -329,7 +325,7 @@ def check_function(function, cases, what="", tolerance=0.0, usual=None):
             return False
         if wrong:
             value = as_number(answer)
-            known = [words for factor, words in (usual or {}).items() if value and not compared(value / measured, factor, 0.02)]
+            known = [words for f, words in (usual or {}).items() if value and not compared(value / measured, f, 0.02)]
             print(f"{what}: not yet. For ({shown}) {wrong}. " + " ".join(known))
             return False
     print(f"{what}: right in {len(cases)} cases")
@@ -652,7 +648,8 @@ def plot_stacks(
             ax.bar(at, height, 0.75, color=GRAY)
         else:
             height, small = stack(ax, at, bar, unit, 0.75)
-        text = "\n".join([*small, f"{height:,.2f}"] if len(small) < sum(map(bool, bar.values())) else [f"{height:,.2g}"])
+        seen = len(small) < sum(map(bool, bar.values()))  # of a bar that is too thin as a whole, its height will do
+        text = "\n".join([*small, f"{height:,.2f}"]) if seen else f"{height:,.2g}"
         ax.text(at, height, text, ha="center", va="bottom", fontsize=9)
         if lines and title in lines:
             style_of_line = {"color": "black", "lw": 2, "label": lines_are}
@@ -730,10 +727,10 @@ def plot_cut():
 def plot_block():
     """A block on two ranks, and where its all-reduces are: at g in forward, at f in backward."""
     fig, ax = plt.subplots(figsize=(11, 2.9))
-    steps = [("norm", None), ("f", 0), ("qkv", 1), ("attention of\nhalf the heads", 1), ("attention_\nproj", 1), ("g", 0)]
-    steps += [("+ x", None), ("norm", None), ("f", 0), ("mlp_up", 1), ("GELU", 1), ("mlp_proj", 1), ("g", 0), ("+ x", None)]
+    attention = [("qkv", 1), ("attention of\nhalf the heads", 1), ("attention_\nproj", 1)]
+    mlp = [("mlp_up", 1), ("GELU", 1), ("mlp_proj", 1)]
     x = 0.0
-    for name, kind in steps:
+    for name, kind in [step for cut in (attention, mlp) for step in (("norm", 2), ("f", 0), *cut, ("g", 0), ("+ x", 2))]:
         width = 0.5 if kind == 0 else 0.62 if name in ("norm", "+ x") else 0.95
         if kind == 0:
             style_of_line = {"color": "black", "lw": 3, "ls": "-" if name == "g" else ":"}
@@ -741,7 +738,7 @@ def plot_block():
             ax.text(x + width / 2, 2.55, name, ha="center", fontsize=12, style="italic")
         else:
             for rank, y in ((0, 1.4), (1, 0.2)):
-                color, ink = RANK_COLORS[rank] if kind else ("#DDDDDD", "black")
+                color, ink = RANK_COLORS[rank] if kind == 1 else ("#DDDDDD", "black")
                 ax.add_patch(plt.Rectangle((x, y), width - 0.08, 0.8, facecolor=color, edgecolor="black", lw=0.8))
                 ax.text(x + width / 2 - 0.04, y + 0.4, name, ha="center", va="center", color=ink, fontsize=7.5)
         x += width
