@@ -253,7 +253,7 @@ def as_number(answer):
 
 
 def compared(answer, measured, tolerance=0.0, usual=None, rounded=False):
-    """"" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively,
+    """ "" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively,
     and with `rounded` be the nearest whole number. `usual` is {wrong answer: which mistake that is}."""
     if isinstance(measured, (int, float)) and not isinstance(measured, bool):
         value = as_number(answer)
@@ -730,7 +730,9 @@ def plot_block():
     attention = [("qkv", 1), ("attention of\nhalf the heads", 1), ("attention_\nproj", 1)]
     mlp = [("mlp_up", 1), ("GELU", 1), ("mlp_proj", 1)]
     x = 0.0
-    for name, kind in [step for cut in (attention, mlp) for step in (("norm", 2), ("f", 0), *cut, ("g", 0), ("+ x", 2))]:
+    for name, kind in [
+        step for cut in (attention, mlp) for step in (("norm", 2), ("f", 0), *cut, ("g", 0), ("+ x", 2))
+    ]:
         width = 0.5 if kind == 0 else 0.62 if name in ("norm", "+ x") else 0.95
         if kind == 0:
             style_of_line = {"color": "black", "lw": 3, "ls": "-" if name == "g" else ":"}
