@@ -506,10 +506,12 @@ def plot_spans(run, title=""):
 
     for rank in ranks:
         spans = sorted(run.of("span", rank), key=lambda span: span["start_ms"])
-        travels = [span for span in spans if span["what"] not in ("forward", "backward", "adam")]
+        travels = [span for span in spans if span["what"] not in ("forward", "backward")]
         for span in spans:
             if span not in travels:
                 bar(span["what"], span["start_ms"], span["end_ms"], y, 0.5)
+        times = {moment["label"]: moment["ms"] for moment in run.of("timeline", rank)}
+        bar("adam", times["fp32 gradients"], times["Adam"], y, 0.5)  # a mark of the step each
         for span in travels:
             bar("waits", span["end_ms"] - span["waited_ms"], span["end_ms"], y, 0.5)
         ticks.append(y)
