@@ -757,6 +757,20 @@ def plot_block():
     return fig
 
 
+def plot_live(series, unit=1e6, name="MB"):
+    """{title: [live bytes after every operation of a step]}, each step stretched to the same width."""
+    fig, ax = plt.subplots(figsize=(9, 3.6))
+    looks = (("-", "#332288"), ("--", "#D55E00"), (":", "#000000"))
+    for (title, trace), (line, color) in zip(series.items(), looks):
+        x = [at / len(trace) for at in range(len(trace))]
+        ax.plot(x, [value / unit for value in trace], line, color=color, lw=1.6, label=title)
+    ax.set_xlabel("operations of one step, in order")
+    ax.set_xticks([])
+    ax.set_ylabel(f"live memory in {name}")
+    legend_right(ax)
+    return fig
+
+
 # ---- What a GPU's allocator adds -------------------------------------------------------------------------------
 
 

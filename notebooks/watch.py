@@ -75,7 +75,8 @@ def watch(module):
                 for where, tensor in reachable(layer, "self", set()):
                     attribute = where.removeprefix("self.")
                     if attribute in NAMED:
-                        self.name(tensor, NAMED[attribute])
+                        if self.category[self.see(tensor)] != "host":  # an exercise moves it there
+                            self.name(tensor, NAMED[attribute])
                     elif attribute != "master.grad":
                         found[f"{where} of {layer.name}"] = tensor.untyped_storage().nbytes()
             for thing in gc.get_objects():
