@@ -1,5 +1,5 @@
-"""The model of the stage files, trained by what PyTorch ships. --ways says by which of these, one after another; all other
-options are those of stage 0:
+"""The model of the stage files, trained by what PyTorch ships. --ways says by which of these, one after another; all
+other options are those of stage 0:
 
     ddp              DistributedDataParallel: nothing is partitioned
     ddp_views        the same with gradient_as_bucket_view=True
@@ -12,8 +12,8 @@ options are those of stage 0:
 
     torchrun --standalone --nproc-per-node 2 notebooks/peers.py --ways ddp,fully_shard --steps 5
 
-All of them store and compute in fp32, but for the arithmetic of `mixed`. Notebook 05 writes counter.py, which counts the
-last step.
+All of them store and compute in fp32, but for the arithmetic of `mixed`. Notebook 05 writes counter.py, which counts
+the last step.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def initial_model(cfg, device):
 
 
 def wrap(way, model, keep=()):
-    """The model and its Adam, by one of the ways above. `keep`: names of layers that are not resharded after forward."""
+    """The model and its Adam, by one of the ways above. `keep`: names of layers that stay whole after forward."""
     knobs, parts = {}, dict(model.layers) | {"the rest": model}
     if way in ("ddp", "ddp_views", "zero_redundancy"):
         model = DistributedDataParallel(model, gradient_as_bucket_view=way == "ddp_views")
