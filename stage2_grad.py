@@ -253,7 +253,7 @@ class Layer:
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
-        # The padding must be zero: one NaN in it would make the norm, and then every gradient, NaN.
+        # The padding begins at zero and stays there, for nothing uses it and so its gradient is zero.
         padding = torch.zeros(self.padded - self.psi)
         full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
         self.flat = full.to(self.dtype, copy=True)  # parameters (padded,) 16-bit: 2Ψ

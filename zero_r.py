@@ -148,8 +148,6 @@ class SumOverReplica(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    replica = None  # this rank's Collectives within its replica
-
     def __init__(self, cfg):
         super().__init__()
         self.heads = cfg.heads // cfg.mp
@@ -288,6 +286,7 @@ class Layer:
         self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
         with torch.device("meta"):
             self.module = kind(cfg)  # names, shapes and forward(); it never holds a weight
+        self.module.replica = comm.replica
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
         # Drawn whole and then cut: the same weights for every M. What is cut comes first in the flat vector, and what
@@ -304,7 +303,7 @@ class Layer:
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
-        # The padding must be zero: one NaN in it would make the norm, and then every gradient, NaN.
+        # The padding begins at zero and stays there, for nothing uses it and so its gradient is zero.
         padding = torch.zeros(self.padded - self.psi)
         full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
         self.flat = full.to(self.dtype, copy=True) if cfg.partition != "os+g+p" else None  # never released
@@ -341,7 +340,6 @@ def cut(name, weight, replica):
 
 def make_layers(cfg, comm, device):
     """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
-    Block.replica = comm.replica
     kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
     return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
 

@@ -1,4 +1,4 @@
-"""Prints the README's tables of what the stages and ZeRO-R keep and send: python tests/measure.py
+"""Prints the README's output of a run and tables of what the stages and ZeRO-R keep and send: python tests/measure.py
 
 Memory and traffic of the default model, as each run's own meter and counter report them, beside the paper's formulas.
 Nothing in it depends on the speed of the machine or on the version of the text, so a test compares it word for word.
@@ -34,8 +34,8 @@ def row(script, N):
 
 
 ZERO_R_COLUMNS = (
-    "`--config`", "ZeRO-DP", "ZeRO-R", "states", "kept inputs", "on the host", "activations at peak", "buffers at peak", "peak",
-    "sent", "within the replica",
+    "`--config`", "ZeRO-DP", "ZeRO-R", "states", "kept inputs", "on the host", "activations at peak", "buffers at peak",
+    "peak", "sent", "within the replica",
 )  # fmt: skip
 
 
@@ -66,5 +66,13 @@ def zero_r_table():
     return "\n".join([line(*ZERO_R_COLUMNS), line(*["---"] * 3, *["--:"] * len(ZERO_R_COLUMNS[3:])), *rows])
 
 
+def output():
+    """The end of the README's first command, from its memory on, without the time of a step. In one step it keeps and
+    sends what it does in fifty."""
+    _, heading, tables = run(STAGES[1], 2).out.partition("Memory of each rank")
+    lines = [line for line in (heading + tables).splitlines() if not line.startswith("A step took")]
+    return "\n".join("    " + line for line in lines).replace("    \n", "\n")
+
+
 if __name__ == "__main__":
-    print(table(), zero_r_table(), sep="\n\n")
+    print(output(), table(), zero_r_table(), sep="\n\n")
