@@ -332,6 +332,27 @@ def check_function(function, cases, what="", tolerance=0.0, usual=None):
     return True
 
 
+def check_smallest(answer, holds, what="", usual=None):
+    """Whether a whole number is the smallest for which `holds` is true. `usual` is {wrong answer: which mistake}."""
+    if is_missing(answer):
+        print(f"{what}: not solved yet")
+        return False
+    value, usual = as_number(answer), usual or {}
+    try:
+        if value is None or not value.is_integer() or value < 1:
+            wrong = f"{answer!r} is not a whole number from 1 on"
+        elif not holds(int(value)):
+            wrong = f"{answer} is too few" + (f": {usual[value]}" if value in usual else "")
+        elif value > 1 and holds(int(value) - 1):
+            wrong = f"{answer} is too many" + (f": {usual[value]}" if value in usual else "")
+        else:
+            wrong = ""
+    except RuntimeError as error:
+        wrong = f"with {answer} the script ends: {error}"
+    print(f"{what}: {'not yet. ' + wrong if wrong else 'right'}")
+    return not wrong
+
+
 # ---- Pictures --------------------------------------------------------------------------------------------------
 
 
@@ -683,6 +704,23 @@ def plot_lines(series, xlabel, ylabel):
     return fig
 
 
+def plot_beside(groups, label, capacity=None, capacity_is=""):
+    """{title: {series: value}}: the bars of each title beside each other. `capacity`: a dashed line across."""
+    fig, ax = plt.subplots(figsize=(9, 3.8))
+    styles = ({"color": GRAY}, {"color": "white", "edgecolor": "black", "hatch": "///"})
+    names = list(next(iter(groups.values())))
+    for number, (name, look) in enumerate(zip(names, styles, strict=True)):
+        at = [place + 0.4 * number - 0.2 for place in range(len(groups))]
+        bars = ax.bar(at, [group[name] for group in groups.values()], 0.38, label=name, **look)
+        ax.bar_label(bars, fmt="%.1f", fontsize=9)
+    if capacity:
+        ax.axhline(capacity, color="#CC3311", ls="--", lw=1.5, label=capacity_is)
+    ax.set_xticks(range(len(groups)), list(groups))
+    ax.set_ylabel(label)
+    legend_right(ax)
+    return fig
+
+
 # ---- Tensor parallelism, drawn ---------------------------------------------------------------------------------
 
 RANK_COLORS = (("#332288", "white"), ("#56B4E9", "black"))  # a colour for what rank 0 has, and rank 1, and text upon it
@@ -774,16 +812,18 @@ def plot_live(series, unit=1e6, name="MB"):
 # ---- What a GPU's allocator adds -------------------------------------------------------------------------------
 
 
-def cuda_allocator(meter):
+def cuda_allocator(meter, until=None):
     """Replays the step's allocations by the default rules of PyTorch's caching allocator for CUDA. Returns the peaks
     (live, allocated, reserved). A block is a multiple of 512 bytes. It is cut from a segment: 2 MiB for blocks up to
     1 MiB, 20 MiB for blocks below 10 MiB, else the block itself, rounded up to 2 MiB. Segments are never given back
-    here."""
+    here. With `until` the step ends at that mark."""
     MiB = 2**20
     free = {True: [], False: []}  # small or large pool -> [(size, segment, start)]
     placed, segments = {}, []
     live = allocated = most_live = most_allocated = 0
     for key, change in meter.step:
+        if until is not None and key == until:
+            break
         if isinstance(key, str) or change == 0:
             continue
         live += change

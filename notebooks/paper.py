@@ -14,6 +14,7 @@ from lesson import STAGES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 GB = 1e9
+USUAL = {"context": 1024, "compute": "bfloat16"}  # of the paper's runs, 16-bit arithmetic included
 CONFIGS = ("C1", "C2", "C3", "C4", "C5")
 # §3.2 wants fused buffers "of constant size, large enough": of 64 Mi elements, 0.27 GB in fp32, for models of billions.
 LARGE = {"buffer_elements": 2**26}
@@ -30,7 +31,8 @@ def simulate(script, ranks, **options):
 
 @functools.cache
 def run_once(script, ranks, options):
-    run = lesson.simulate(script, ranks, **dict(options))
+    # 16-bit arithmetic, as the paper's GPUs do it: what a CPU without 16-bit units would widen is none of its bytes.
+    run = lesson.simulate(script, ranks, **{"compute": "bfloat16"} | dict(options))
     return run.one("memory") | {"psi": run.psi, "timeline": run.of("timeline"), "sent": run.one("communication")}
 
 
@@ -122,16 +124,6 @@ def largest(column, mp, what, limit=32):
     return min(mp * solve([run["psi"] for run in runs], line, limit * GB) / 1e9 for line in lines)
 
 
-def measured_why():
-    """Why our real peak is not Table 2's measured half."""
-    return (
-        "Ours counts live tensors at batch 1 with activation checkpoints: states, fp32 gradients (4 bytes a parameter "
-        "of the rank's share), one layer's temporaries. The paper's runs also hold what PyTorch's allocator caches and "
-        "cannot use, the CUDA context, NCCL's and their own buffers, and a larger batch: they reach 0.6 to 0.8 of the "
-        "limit."
-    )
-
-
 # ---- §3.2 and §6.1: activations and buffers --------------------------------------------------------------------
 
 GPT2 = {"width": 1600, "heads": 25, "context": 1024, "vocab": 50257}  # with 48 layers §3.2's model of 1.5B
@@ -140,23 +132,25 @@ GPT2_PAPER = {"without checkpoints": 60, "with checkpoints": 8, "fp32 buffer": 6
 
 
 def block_keeps(script="stage0_ddp.py", batch=GPT2_BATCH, **shape):
-    """Bytes that one block's forward keeps for its backward, counted by the file's own meter: without checkpoints every
-    block keeps that much at once."""
+    """The bytes of each tensor that one block's forward keeps for its backward, in the order in which they are made,
+    counted by the file's own meter. Without checkpoints every block keeps them all at once. The block's input is not
+    among them, and its output is: it is the next block's input."""
     stage, shape = lesson.load(script), GPT2 | shape
-    cfg = stage.Config(layers=1, batch=batch, **shape)
+    cfg = stage.Config(layers=1, batch=batch, compute="bfloat16", **shape)
     meter = stage.Meter(torch.device("cpu"))
-    with torch.device("meta"):
-        module = stage.Block(cfg)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        layer = stage.Layer("block 0", module, cfg, types.SimpleNamespace(rank=0, world_size=1), "cpu", torch.bfloat16)
+        layer = stage.Layer("block 0", stage.Block, cfg, types.SimpleNamespace(rank=0, world_size=1), "cpu")
         x = torch.empty(batch, cfg.context, cfg.width, dtype=torch.bfloat16, requires_grad=True)
         flat = layer.flat.requires_grad_()
         meter.start([(x, "activations"), (flat, "parameters")])
         with meter, meter.computing("forward", "block 0"):
             out = layer(flat, x, None)
-        timeline, _ = meter.replay()
+        alive = {}
+        for number, change in meter.trace:
+            if not isinstance(number, str):  # a mark
+                alive[number] = alive.get(number, 0) + change
         del out
-    return timeline[-1]["activations"] - x.nbytes  # with the output, which is the next block's input
+    return [size for number, size in alive.items() if size and meter.category[number] == "activations"][1:]
 
 
 def gpt2_activations():
@@ -169,7 +163,7 @@ def gpt2_activations():
         (moment,) = (moment for moment in timeline if moment["label"] == "fp32 gradients")
         buffers.append(moment["buffers"])
     return {
-        "without checkpoints": GPT2_LAYERS * block_keeps() / GB,
+        "without checkpoints": GPT2_LAYERS * sum(block_keeps()) / GB,
         "with checkpoints": GPT2_LAYERS / 2 * run["kept"] / GB,
         "fp32 buffer": line((2, 4), buffers, GPT2_LAYERS) / GB,
     }
@@ -192,6 +186,8 @@ FIGURE_7 = {  # (layers, batch) -> GB, 400 GPUs: read off the picture to 0.3, fo
     (50, 16): {"C1": 29.7, "C2": 24.1, "C3": 25.5, "C4": 19.8, "C5": 19.8},
     (125, 32): {"C4": 29.6, "C5": 26.6},
 }
+# §10.3's 60B model (75 layers) on so many GPUs: the batch of a replica that it ran with (Table 6).
+FIGURE_3 = {64: 16, 128: 48, 256: 48, 400: 64}
 FIGURE_8 = {"C1": 2, "C2": 4, "C3": 8, "C4": 32, "C5": 32}  # largest batch: 60B = 75 layers, 128 GPUs
 
 
@@ -249,6 +245,14 @@ def unexplained(layers=50, batch=16, every=1):
     return {config: bar - peak(config, layers, batch) + less[config] for config, bar in FIGURE_7[layers, batch].items()}
 
 
+def step_of_60b(ranks, batch):
+    """What one GPU of §10.3's 60B model does in a step: (seconds of computing, seconds of sending among the replicas).
+    An estimate: operations at the paper's speed, and the bytes, along the line from 2 and 4 layers, on its network."""
+    runs = [zero_r("C4", layers, 8, ranks) for layers in (2, 4)]
+    sent, psi = (line((2, 4), values, 75) for values in zip(*((run["sent"]["bytes"], run["psi"]) for run in runs)))
+    return operations(psi, batch * 1024) / SPEED, seconds(sent, min(NETWORKS.values()))
+
+
 # ---- §9 and beyond ---------------------------------------------------------------------------------------------
 
 TRILLION = {"layers": 128, "width": 25600, "heads": 128}  # 1.007e12 parameters
@@ -265,7 +269,14 @@ def huge(shape, ranks=1024, mp=16, batch=1, config="full"):
 
 
 # GB/s that one GPU has to the other nodes: the paper's 25 nodes of 16 have 800 Gb/s each (§10.1).
-NETWORKS = {"800 Gb/s a node of 16, the paper's": 6.25, "400 Gb/s a GPU": 50}
+NETWORKS = {"800 Gb/s a node of 16, the paper's": 6.25, "eight times that": 50}
+SPEED = 38e12  # operations in a second on one GPU, as the paper reports for 100B (§10.2)
+
+
+def operations(psi, tokens):
+    """Of training a model of psi parameters on so many tokens: a product and a sum for each parameter in forward,
+    twice that in backward, and forward once more for activation checkpointing."""
+    return 8 * psi * tokens
 
 
 def seconds(sent, gigabytes_per_s):
