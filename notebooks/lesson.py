@@ -1,4 +1,4 @@
-"""What the four notebooks share: run a script and read its records, draw them, check an answer.
+"""What the notebooks share: run a script and read its records, draw them, check an answer.
 
 Nothing here computes a loss or counts a byte. The numbers come from the scripts in the folder above: run() starts one
 with torchrun, simulate() runs its main() in this process as rank 0 of any number of ranks, on tensors without memory.
@@ -7,17 +7,20 @@ with torchrun, simulate() runs its main() in this process as rank 0 of any numbe
 import bisect
 import contextlib
 import difflib
-import importlib.util
 import io
 import json
 import math
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import matplotlib.pyplot as plt
+import watch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = os.environ.get("ZERO_SMALL", "") not in ("", "0")  # tiny sizes: the tests of this project run the notebooks so
@@ -34,13 +37,15 @@ COLORS = {
     "buffers": "#F0E442",
     "host": "#9A9A9A",
 }
-# What a rank does, and what travels meanwhile: (colour, hatch).
+# What a rank does, and what travels meanwhile: (colour, hatch, colour of the hatch).
 SPANS = {
-    "forward": ("#BBBBBB", ""),
-    "backward": ("#555555", ""),
-    "all_gather": ("#009E73", ""),
-    "reduce_scatter": ("#CC79A7", "///"),
-    "all_reduce": ("#000000", ""),
+    "forward": ("#CCCCCC", "", "white"),
+    "backward": ("#777777", "", "white"),
+    "adam": ("#332288", "", "white"),
+    "waits": ("#FFFFFF", "xxxx", "#CC3311"),
+    "all_gather": ("#009E73", "", "white"),
+    "reduce_scatter": ("#E3A8C9", "////", "#7A3B60"),
+    "all_reduce": ("#000000", "", "white"),
 }
 GRAY = "#777777"
 
@@ -94,38 +99,78 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(script, ranks=2, quiet=False, **options):
-    """Starts a script of this project (or the path of a copy) with torchrun on this machine's CPU, and waits for it."""
+def run(script, ranks=2, quiet=False, watch=False, limit=600, **options):
+    """Starts a script of this project (or the path of a copy) with torchrun on this machine's CPU, and waits for it, at
+    most `limit` seconds. With `watch` it runs under watch.py, whose records are added. An error is one line."""
     command = f"torchrun --standalone --nproc-per-node {ranks} {pathlib.Path(script).name} {' '.join(flags(options))}"
     if not quiet:
         print("$ " + command)
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log.jsonl")
-        process = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-             ROOT / script, *flags({"device": "cpu"} | options), "--log-file", str(log)],
-            capture_output=True, text=True, cwd=ROOT,
+        program = [ROOT / "notebooks/watch.py", folder] if watch else []
+        program += [ROOT / script, *flags({"device": "cpu"} | options), "--log-file", log]
+        status, out, errors = start(program, ranks, limit)
+        if status:
+            raise RuntimeError(what_failed(errors, pathlib.Path(script).name))
+        records = read(log)
+        for path in sorted(pathlib.Path(folder).glob("*.json")):
+            records += json.loads(path.read_text())
+        return Run(command, records, out)
+
+
+def start(program, ranks, limit):
+    """(status, output, errors) of a program under torchrun. With ZERO_SMALL its ranks are forked from one process that
+    has imported torch, as in the tests: that saves most of the time of a small run."""
+    began = time.monotonic()
+    if SMALL:
+        sys.path[:] = [*dict.fromkeys([*sys.path, str(ROOT / "tests")])]
+        import launch
+
+        ended = launch.launch(*program, ranks=ranks, timeout=limit, log=False)
+        status, out, errors = ended.status, ended.out, ended.err
+    else:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
-        if process.returncode:
-            lines = [line for line in process.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
-            raise RuntimeError(
-                f"{command} ended with status {process.returncode}: {lines[0] if lines else process.stderr[-300:]}"
-            )
-        return Run(command, read(log), process.stdout)
+        try:
+            out, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
+            process.communicate()
+        status = process.returncode
+    if time.monotonic() - began > limit:
+        raise RuntimeError(f"no end after {limit} seconds: does a rank wait for a collective that no other starts?")
+    return status, out, errors
+
+
+def what_failed(errors, script):
+    """One line from what torchrun and its ranks wrote: the first error, and the last line of the script before it."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in errors.splitlines()]
+    own = [line for line in lines if line.startswith(script + ": ")]
+    if own:
+        return own[0].removeprefix(script + ": ")
+    place = ""
+    for line in lines:
+        if match := re.match(rf' +File ".*{re.escape(script)}", line (\d+), in (\S+)', line):
+            place = f" ({script}, line {match[1]}, in {match[2]})"
+        if "Timed out waiting" in line:
+            return "A rank waited for a collective that another one never started" + place
+        if re.match(r"\S*(Error|Exception)\b", line) and not re.search("ChildFailed|Connection (closed|reset)", line):
+            return line + place
+    return lines[-1] if lines else "it ended without a word"
 
 
 def load(script):
     """A script of this project as a fresh module."""
-    spec = importlib.util.spec_from_file_location(pathlib.Path(script).stem, ROOT / script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses looks its module up
-    spec.loader.exec_module(module)
-    return module
+    return watch.load(ROOT / script)
 
 
 def simulate(script, ranks=1, trace=False, **options):
     """The same as `python SCRIPT --simulate-ranks RANKS ...`, without the seconds that a new process needs to import
     torch. With `trace` the result has `.meter` too, the script's own meter with every allocation of the step."""
+    if ranks < 1:
+        raise RuntimeError(f"a simulation has 1 rank or more, and not {ranks}")
     module, meters = load(script), []
 
     class Kept(module.Meter):
@@ -177,116 +222,114 @@ def number(value, unit=1e6, digits=2):
     return f"{value / unit:,.{digits}f}"
 
 
-def show_diff(old, new, section="# ---- 7."):
-    """Displays the lines of the train step and the layer that differ between two files (their section 7)."""
+def show_diff(old, new):
+    """Displays the lines that differ between two stage files where they differ: from the layer to the train step."""
     texts = []
     for name in (old, new):
-        lines = (ROOT / name).read_text().splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith(section))
-        end = next((i for i, line in enumerate(lines) if i > start and line.startswith("# ---- ")), len(lines))
-        texts.append(lines[start:end])
+        text = (ROOT / name).read_text()
+        texts.append(text[text.index("# ---- 5.") : text.index("# ====")].splitlines())
     diff = list(difflib.unified_diff(*texts, f"a/{old}", f"b/{new}", n=2, lineterm=""))
     changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
     show("```diff\n" + "\n".join(diff) + "\n```")
-    print(f"{changed} lines added or removed in section 7, the layer and the train step")
+    print(f"{changed} lines added or removed in sections 5 and 6, the layer and the train step")
 
 
 # ---- Exercises -------------------------------------------------------------------------------------------------
 
 
-def check(answer, expected, what="", tolerance=0.0, unit=""):
-    """Says at once whether an answer is right. An answer of None or ... is one not given yet."""
-    if answer is None or answer is ...:
+def is_missing(answer):
+    """None and ... stand for an answer not given yet; so does a tuple of them."""
+    return answer is None or answer is ... or isinstance(answer, (tuple, list)) and all(map(is_missing, answer))
+
+
+def as_number(answer):
+    """The answer as a float, or None if it is none."""
+    if isinstance(answer, (bool, str)):
+        return None
+    try:
+        return float(answer)
+    except (TypeError, ValueError):
+        return None
+
+
+def compared(answer, measured, tolerance=0.0, usual=None, rounded=False):
+    """ "" if the answer is right, else one sentence on how it differs. Numbers may differ by `tolerance`, relatively,
+    and with `rounded` be the nearest whole number. `usual` is {wrong answer: which mistake that is}."""
+    if isinstance(measured, (int, float)) and not isinstance(measured, bool):
+        value = as_number(answer)
+        if value is None:
+            return f"{answer!r} is not a number"
+        if math.isclose(value, measured, rel_tol=tolerance, abs_tol=1e-9) or rounded and value == round(measured):
+            return ""
+        for wrong, words in (usual or {}).items():
+            if math.isclose(value, wrong, rel_tol=max(tolerance, 1e-3)):
+                return f"{answer:,}: {words}"
+        if not measured:
+            return f"{answer:,} is not what was measured"
+        return f"{answer:,} is {value / measured:.3g} times what was measured"
+    if isinstance(measured, list) and isinstance(answer, (tuple, set)):
+        answer = list(answer)
+    if type(answer) is type(measured) and answer == measured:
+        return ""
+    for wrong, words in (usual or {}).items():
+        if answer == wrong:
+            return f"{answer!r}: {words}"
+    return f"{answer!r} is not what was measured"
+
+
+def check(answer, measured, what="", tolerance=0.0, usual=None, rounded=False):
+    """Says in one line whether an answer is right, and returns it. `usual` is {wrong answer: which mistake that is}."""
+    if is_missing(answer):
         print(f"{what}: not solved yet")
         return False
-    if isinstance(expected, (int, float)) and not isinstance(expected, bool):
-        try:
-            right = math.isclose(float(answer), expected, rel_tol=tolerance, abs_tol=1e-9)
-        except (TypeError, ValueError):
-            right = False
-        shown = f"{answer:,}{unit}" if isinstance(answer, (int, float)) else repr(answer)
-    else:
-        right, shown = answer == expected, repr(answer)
-    print(f"{what}: {'right' if right else 'not yet'} ({shown})")
-    return right
+    wrong = compared(answer, measured, tolerance, usual, rounded)
+    print(f"{what}: {'not yet. ' + wrong if wrong else 'right'}")
+    return not wrong
 
 
-def predicted(prediction, measured, unit=""):
-    """Puts a prediction beside the measurement."""
-    if prediction is None or prediction is ...:
-        print(f"You wrote down no prediction. Measured: {measured:,}{unit}")
-    else:
-        print(f"You predicted {prediction}{unit}. Measured: {measured:,}{unit}")
+def tried(script, options, **fixed):
+    """A simulation with a reader's options besides fixed ones: (run, ""), or (None, one line on why there is none)."""
+    if not isinstance(options, dict):
+        return None, f"{options!r} is no dict of options"
+    if both := sorted(set(options) & set(fixed)):
+        return None, f"{', '.join(both)} shall stay as it is"
+    try:
+        return simulate(script, **fixed, **options), ""
+    except RuntimeError as error:
+        return None, str(error)
 
 
-def check_function(function, cases, what="", tolerance=0.0):
-    """The same for a function: `cases` is a list of (arguments, expected)."""
-    for arguments, expected in cases:
+def predicted(prediction, measured, unit="", tolerance=0.02):
+    """Judges a prediction, and tells what was measured."""
+    shown = f"{measured:,}" if as_number(measured) is not None else repr(measured)
+    if is_missing(prediction):
+        print(f"Measured: {shown}{unit}. You wrote down no prediction.")
+        return
+    wrong = compared(prediction, measured, tolerance)
+    print(f"Measured: {shown}{unit}. Your prediction: {'not so, ' + wrong if wrong else 'right'}.")
+
+
+def check_function(function, cases, what="", tolerance=0.0, usual=None):
+    """The same for a function: `cases` is a list of (arguments, measured), and `usual` is {factor: which mistake it is
+    if the answer is so many times what was measured}."""
+    for arguments, measured in cases:
+        shown = ", ".join(f"{a:,}" if as_number(a) is not None else repr(a) for a in arguments)
         try:
             answer = function(*arguments)
+            if is_missing(answer):
+                print(f"{what}: not solved yet")
+                return False
+            wrong = compared(answer, measured, tolerance)
         except Exception as error:  # a student's mistake is an answer too
-            print(f"{what}: not yet ({type(error).__name__}: {error})")
+            print(f"{what}: not yet. For ({shown}) it ends with {type(error).__name__}: {error}")
             return False
-        if answer is None or answer is ...:
-            print(f"{what}: not solved yet")
-            return False
-        if not math.isclose(answer, expected, rel_tol=tolerance):
-            shown = ", ".join(f"{a:,}" if isinstance(a, (int, float)) else repr(a) for a in arguments)
-            print(f"{what}: not yet. For ({shown}) it gives {answer:,}, measured is {expected:,}")
+        if wrong:
+            value = as_number(answer)
+            known = [words for f, words in (usual or {}).items() if value and not compared(value / measured, f, 0.02)]
+            print(f"{what}: not yet. For ({shown}) {wrong}. " + " ".join(known))
             return False
     print(f"{what}: right in {len(cases)} cases")
     return True
-
-
-def rewrite(script, changes):
-    """The text of a script with (old, new) changes. Each old text must occur exactly once."""
-    text = (ROOT / script).read_text()
-    for old, new in changes:
-        if text.count(old) != 1:
-            raise ValueError(f"this occurs {text.count(old)} times in {script} and should occur once:\n{old}")
-        text = text.replace(old, new)
-    return text
-
-
-def check_stage(script, given, yours, goal, **options):
-    """Changes a copy of a stage file and compares a run of it with `goal`, a run of the next stage.
-
-    Asked for: the same losses and weights to the last bit, the same bytes of model states on every rank, the same
-    elements sent. `given` are the changes of the formulas and the bookkeeping, `yours` the exercise.
-    """
-    what = f"your copy of {script}"
-    if all(old == new for old, new in yours):
-        print(f"{what}: not solved yet")
-        return False
-    try:
-        text = rewrite(script, [*given, *yours])
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "my_copy.py")
-            path.write_text(text)
-            mine = run(path, ranks=goal.ranks, **options)
-    except (ValueError, RuntimeError) as error:
-        print(f"{what}: not yet. {error}")
-        return False
-    return compare(what, mine, goal)
-
-
-def compare(what, mine, goal):
-    categories = ("parameters", "gradients", "optimizer")
-    states = [[[r[c] for c in categories] for r in some.of("memory")] for some in (mine, goal)]
-    tests = [
-        ("losses equal to the last bit", mine.losses == goal.losses),
-        ("weights equal to the last bit", mine.weights == goal.weights),
-        ("bytes of parameters, gradients, optimizer", states[0] == states[1]),
-        ("elements sent", mine.one("communication")["elements"] == goal.one("communication")["elements"]),
-    ]
-    for name, good in tests:
-        print(f"  {'yes' if good else 'NO ':4}{name}")
-    if states[0] != states[1]:
-        for category, have, want in zip(categories, states[0][0], states[1][0]):
-            print(f"       {category}: {have:,} bytes, wanted {want:,}")
-    right = all(good for _, good in tests)
-    print(f"{what}: {'right' if right else 'not yet'}")
-    return right
 
 
 # ---- Pictures --------------------------------------------------------------------------------------------------
@@ -296,31 +339,69 @@ def legend_right(ax, **more):
     ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, **more)
 
 
+def style(category):
+    """How a category is filled: yellow needs a dark edge, and host memory, which is elsewhere, is hatched."""
+    edge = {"buffers": "#6B6100"}.get(category, "white")
+    return {"facecolor": COLORS[category], "edgecolor": edge, "lw": 0.6, "hatch": "///" if category == "host" else ""}
+
+
+def stack(ax, at, values, unit, width=0.8, scale=0.03):
+    """One bar of stacked categories, {category: bytes}. Returns its height, and in words the parts that are too thin to
+    see: thinner than `scale` times the axis."""
+    floor, small, high = 0.0, [], ax.get_ylim()[1]
+    for category in COLORS:
+        value = values.get(category, 0) / unit
+        if value:
+            ax.bar(at, value, width, floor, **style(category))
+            floor += value
+            if value < scale * high:
+                small.append(f"{category} {value:.2g}")
+    return floor, small
+
+
+def legend_of(ax, categories, handles=()):
+    """A legend of these categories, in the order in which they are stacked, top first, and of other handles."""
+    patches = [plt.Rectangle((0, 0), 1, 1, label=name, **style(name)) for name in COLORS if name in categories]
+    legend_right(ax, handles=[*patches[::-1], *handles])
+
+
+def cut_floor(ax, bottom, top, text):
+    """Starts the vertical axis at the memory that never changes, and says so in a band below it."""
+    band = 0.07 * (top - bottom)
+    ax.axhspan(bottom - band, bottom, facecolor="white", edgecolor="#999999", hatch="////", lw=0, zorder=3)
+    ax.text(
+        0.5, bottom - band / 2, f"below, all the time: {text}", fontsize=8, ha="center", va="center", zorder=4,
+        transform=ax.get_yaxis_transform(), bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )  # fmt: skip
+    ax.set_ylim(bottom - band, top + 0.03 * (top - bottom))
+
+
+def start_at_floor(ax, rows, unit, name):
+    """Cuts off what all these rows, {category: bytes}, have in common, and returns it, in units."""
+    always = {category: min(row.get(category, 0) for row in rows) / unit for category in COLORS if category != "host"}
+    bottom, top = sum(always.values()), max(sum(row.values()) - row.get("host", 0) for row in rows) / unit
+    parts = ", ".join(f"{value:.2f} {category}" for category, value in always.items() if value > 0.005 * bottom)
+    cut_floor(ax, bottom, top, f"{bottom:.2f} {name} ({parts})")
+    return always
+
+
 def plot_moments(run, rank=0, unit=1e6, name="MB"):
     """Stacked bytes per category at the moments that the script has marked in its last step, and the peak."""
     moments, memory = run.of("timeline", rank), run.one("memory", rank)
+    rows = [{category: moment[category] for category in COLORS if category in moment} for moment in moments]
+    rows.append(memory["at_peak"])
     fig, ax = plt.subplots(figsize=(10.5, 5.6))
-    floor = [0.0] * (len(moments) + 1)
-    for category, color in COLORS.items():
-        values = [m[category] / unit for m in moments if category in m]
-        if not values:
-            continue
-        values.append(memory["at_peak"][category] / unit)
-        ax.bar(
-            [*range(len(moments)), len(moments) + 0.8],
-            values,
-            0.85,
-            floor,
-            color=color,
-            label=category,
-            edgecolor="white",
-            lw=0.4,
-        )
+    always = start_at_floor(ax, rows, unit, name)
+    at = [*range(len(moments)), len(moments) + 0.8]
+    floor = [sum(always.values())] * len(rows)
+    for category, low in always.items():
+        values = [row.get(category, 0) / unit - low for row in rows]
+        ax.bar(at, values, 0.85, floor, **style(category))
         floor = [a + b for a, b in zip(floor, values)]
-    ax.set_xticks([*range(len(moments)), len(moments) + 0.8], [m["label"] for m in moments] + ["THE PEAK"], rotation=90)
+    ax.set_xticks(at, [moment["label"] for moment in moments] + ["THE PEAK"], rotation=90)
     ax.set_ylabel(f"live memory in {name}")
     ax.set_xlabel("moment of the step")
-    legend_right(ax)
+    legend_of(ax, always)
     return fig
 
 
@@ -336,81 +417,58 @@ def replay(meter):
     return rows, marks
 
 
-def plot_trace(run, unit=1e6, name="MB", zoom=None):
+def plot_trace(run, unit=1e6, name="MB"):
     """Stacked bytes per category after every single allocation and release of the step."""
     rows, marks = replay(run.meter)
-    alive_before = next(i for i, row in enumerate(rows) if i and row["optimizer"] == max(r["optimizer"] for r in rows))
-    fig, ax = plt.subplots(figsize=(10.5, 4.2))
-    x = range(len(rows))
-    shown = [c for c in COLORS if any(row[c] for row in rows) and c != "host"]
-    ax.stackplot(
-        x,
-        [[row[c] / unit for row in rows] for c in shown],
-        colors=[COLORS[c] for c in shown],
-        labels=shown,
-        step="post",
-    )
-    ax.set_xlim(alive_before, len(rows))
-    top = max(sum(row[c] for c in shown) for row in rows) / unit
-    parts, labels = [alive_before, *(at for at, _ in marks)], [label for _, label in marks]
-    for start, end, label in zip(parts, parts[1:], labels):
+    resident = max(row["optimizer"] for row in rows)
+    first = next(at for at, row in enumerate(rows) if row["optimizer"] == resident) + 1
+    rows, marks = rows[first:], [(at - first, label) for at, label in marks]
+    fig, ax = plt.subplots(figsize=(10.5, 4.6))
+    always = start_at_floor(ax, rows, unit, name)
+    values = [[row[category] / unit - low for row in rows] for category, low in always.items()]
+    values[0] = [value + sum(always.values()) for value in values[0]]  # the others are stacked on it
+    for category, area in zip(always, ax.stackplot(range(len(rows)), values, step="post")):
+        area.set(facecolor=COLORS[category], edgecolor=style(category)["edgecolor"], lw=0.3)
+    ax.set_xlim(0, len(rows))
+    top = max(sum(row.values()) - row["host"] for row in rows) / unit
+    words = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}
+    for (start, _), (end, label) in zip([(0, ""), *marks], marks):
         ax.axvline(end, color="black", lw=0.4, alpha=0.5)
-        label = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}.get(
-            label, label
-        )
-        if end - start > (len(rows) - alive_before) / 45 or label == "fp32 gradients":
-            ax.text((start + end) / 2, top * 1.03, label, rotation=90, ha="center", va="bottom", fontsize=8)
+        if end - start > len(rows) / 45 or label == "fp32 gradients":
+            ax.annotate(
+                words.get(label, label), ((start + end) / 2, 1.02), xycoords=ax.get_xaxis_transform(), rotation=90,
+                ha="center", va="bottom", fontsize=8,
+            )  # fmt: skip
     ax.axhline(top, color="black", lw=1, ls=":")
-    ax.set_ylim(0, top * 1.02)
     ax.set_ylabel(f"live memory in {name}")
     ax.set_xlabel("allocations and releases of one step, in order (vertical lines: the script's marks)")
-    legend_right(ax)
+    legend_of(ax, [category for category in always if any(row[category] / unit > always[category] for row in rows)])
     return fig
 
 
-def plot_stages(runs, unit=1e6, name="MB", rank=None):
+def plot_stages(runs, unit=1e6, name="MB"):
     """Measured model states of each stage and rank as stacked bars, the paper's formula as a line over each."""
     fig, ax = plt.subplots(figsize=(9, 4))
+    categories = ("optimizer", "parameters", "gradients")
+    ax.set_ylim(0, 1.12 * max(memory["states"] for run in runs.values() for memory in run.of("memory")) / unit)
     at, ticks, labels = 0, [], []
     for title, run in runs.items():
         start = at
         for memory in run.of("memory"):
-            floor = 0
-            for category in ("optimizer", "parameters", "gradients"):
-                value = memory[category] / unit
-                ax.bar(
-                    at,
-                    value,
-                    0.8,
-                    floor,
-                    color=COLORS[category],
-                    edgecolor="white",
-                    lw=0.5,
-                    label=category if at == 0 else None,
-                )
-                floor += value
+            height, _ = stack(ax, at, {category: memory[category] for category in categories}, unit)
             line = memory["formula"] / unit
-            ax.plot([at - 0.47, at + 0.47], [line, line], color="black", lw=2, label="formula" if at == 0 else None)
-            ax.annotate(
-                f"{floor:.2f}", (at, line), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9
-            )
+            (formula,) = ax.plot([at - 0.47, at + 0.47], [line, line], color="black", lw=2, label="formula")
+            above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 9}
+            ax.annotate(f"{height:.2f}", (at, max(line, height)), (0, 3), **above)
             ticks.append(at)
             labels.append(f"rank {memory['rank']}")
             at += 1
-        ax.text(
-            (start + at - 1) / 2,
-            -0.17,
-            title,
-            ha="center",
-            va="top",
-            transform=ax.get_xaxis_transform(),
-            fontweight="bold",
-        )
+        middle = (start + at - 1) / 2
+        ax.text(middle, -0.17, title, ha="center", va="top", transform=ax.get_xaxis_transform(), fontweight="bold")
         at += 0.6
     ax.set_xticks(ticks, labels)
     ax.set_ylabel(f"model states in {name}")
-    ax.margins(y=0.12)
-    legend_right(ax)
+    legend_of(ax, categories, [formula])
     return fig
 
 
@@ -418,88 +476,77 @@ def plot_against_ranks(series, unit=1e6, name="MB"):
     """{title: [(ranks, {category: bytes}, formula)]}: one panel per stage, stacked bars measured, a marker for the
     formula."""
     fig, axes = plt.subplots(1, len(series), figsize=(11, 3.6), sharey=True)
+    categories = ("optimizer", "parameters", "gradients")
     for ax, (title, points) in zip(axes, series.items()):
-        floor = [0.0] * len(points)
-        for category in ("optimizer", "parameters", "gradients"):
-            values = [states[category] / unit for _, states, _ in points]
-            ax.bar(
-                range(len(points)),
-                values,
-                0.8,
-                floor,
-                color=COLORS[category],
-                label=category,
-                edgecolor="white",
-                lw=0.5,
-            )
-            floor = [a + b for a, b in zip(floor, values)]
-        line = [formula / unit for _, _, formula in points]
-        ax.plot(range(len(points)), line, "D", color="black", mfc="white", ms=6, label="formula")
+        for at, (_, states, formula) in enumerate(points):
+            height, _ = stack(ax, at, {category: states[category] for category in categories}, unit)
+            (marker,) = ax.plot(at, formula / unit, "D", color="black", mfc="white", ms=5, label="formula")
+            above = {"textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
+            ax.annotate(f"{height:.3g}", (at, max(height, formula / unit)), (0, 5), **above)
         ax.set_xticks(range(len(points)), [ranks for ranks, _, _ in points])
         ax.set_title(title)
         ax.set_xlabel("ranks N")
     axes[0].set_ylabel(f"model states per rank in {name}")
-    legend_right(axes[-1])
+    axes[0].margins(y=0.12)
+    legend_of(axes[-1], categories, [marker])
     return fig
 
 
-def plot_spans(run, title="", ax=None, until=None):
-    """What each rank computes and what travels meanwhile, in the metered step. A bar of a collective goes from its
-    launch to the end of its wait; those at the same time stand on lines below each other."""
+def plot_spans(run, title=""):
+    """What each rank does in the metered step, and what travels meanwhile. The upper row of a rank: it computes, or it
+    stands waiting. The lower rows: a collective, from its launch to the end of the wait for it."""
     ranks = sorted({record["rank"] for record in run.of("span")})
-    fig = None
-    if ax is None:
-        fig, ax = plt.subplots(figsize=(11, 0.9 + 1.15 * len(ranks)))
-    ticks, labels, y, seen = [], [], 0, set()
+    fig, ax = plt.subplots(figsize=(11, 0.9 + 1.25 * len(ranks)))
+    ticks, labels, y, seen = [], [], 0, []
+
+    def bar(what, start, end, y, height):
+        color, hatch, edge = SPANS[what]
+        ax.barh(y, end - start, height, start, facecolor=color, hatch=hatch, edgecolor=edge, lw=0.4)
+        seen.append(what)
+
     for rank in ranks:
-        spans = [s for s in run.of("span", rank) if until is None or s["start_ms"] < until]
-        groups = [
-            ("computes", ("forward", "backward")),
-            ("gathers", ("all_gather",)),
-            ("reduces", ("reduce_scatter", "all_reduce")),
-        ]
-        for name, kinds in groups:
-            busy = []  # the end of the last bar on each line
-            for span in sorted((s for s in spans if s["what"] in kinds), key=lambda s: s["start_ms"]):
-                line = next((i for i, end in enumerate(busy) if end <= span["start_ms"] + 1e-3), len(busy))
-                busy[line : line + 1] = [span["end_ms"]]
-                lines = min(line, 2)  # the stage's last gathers all overlap: no more than three lines
-                color, hatch = SPANS[span["what"]]
-                label = span["what"].replace("_", "-") if span["what"] not in seen else None
-                seen.add(span["what"])
-                width, height = span["end_ms"] - span["start_ms"], 0.5 if name == "computes" else 0.2
-                style = {"color": color, "hatch": hatch, "edgecolor": "white", "lw": 0.5, "label": label}
-                ax.barh(y - 0.22 * lines, width, height, span["start_ms"], **style)
-            if busy:
+        spans = sorted(run.of("span", rank), key=lambda span: span["start_ms"])
+        travels = [span for span in spans if span["what"] not in ("forward", "backward", "adam")]
+        for span in spans:
+            if span not in travels:
+                bar(span["what"], span["start_ms"], span["end_ms"], y, 0.5)
+        for span in travels:
+            bar("waits", span["end_ms"] - span["waited_ms"], span["end_ms"], y, 0.5)
+        ticks.append(y)
+        labels.append(f"rank {rank} computes, waits")
+        y -= 0.55
+        for words, kinds in (("gathers", ("all_gather",)), ("reduces", ("reduce_scatter", "all_reduce"))):
+            ends = []  # of the last bar on each line
+            for span in (span for span in travels if span["what"] in kinds):
+                line = next((i for i, end in enumerate(ends) if end <= span["start_ms"] + 1e-3), len(ends))
+                ends[line : line + 1] = [span["end_ms"]]
+                bar(span["what"], span["start_ms"], span["end_ms"], y - 0.22 * min(line, 2), 0.2)
+            if ends:
                 ticks.append(y)
-                labels.append(f"rank {rank} {name}")
-                y -= 0.5 + 0.22 * min(len(busy), 3)
-        y -= 0.3
+                labels.append(f"rank {rank} {words}")
+                y -= 0.28 + 0.22 * min(len(ends), 3)
+        y -= 0.4
     ax.set_yticks(ticks, labels)
     ax.set_xlabel("time in the metered step in ms (the meter slows it down)")
     ax.set_title(title)
-    handles, names = ax.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda i: list(SPANS).index(names[i].replace("-", "_")))
-    ax.legend(
-        [handles[i] for i in order],
-        [names[i] for i in order],
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1),
-        frameon=False,
-    )
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=color, hatch=hatch, edgecolor=edge, lw=0.4, label=what.replace("_", "-"))
+        for what, (color, hatch, edge) in SPANS.items()
+        if what in seen
+    ]
+    legend_right(ax, handles=handles)
     return fig
 
 
-def place(meter, chosen=None):
-    """First fit: where every allocation of the trace would lie in one address space. Returns [(number, address,
-    bytes, born, died)] with positions in the trace, and the top of the space. The same rule as the script's
-    Meter.heap()."""
-    gaps, placed, blocks, top = [(0, math.inf)], {}, [], 0
-    clock = 0
-    for key, change in meter.step:
-        clock += 1
-        if isinstance(key, str) or change == 0 or (chosen is not None and key not in chosen):
+def place(meter, chosen):
+    """First fit: where every chosen allocation of the trace would lie in one address space. Returns [(number, address,
+    bytes, born, died)] with positions in the trace, the most live bytes, and the top of the space."""
+    gaps, placed, blocks, live, most, top = [(0, math.inf)], {}, [], 0, 0, 0
+    for clock, (key, change) in enumerate(meter.step):
+        if isinstance(key, str) or change == 0 or key not in chosen:
             continue
+        live += change
+        most = max(most, live)
         if change > 0:
             at = next(i for i, (start, end) in enumerate(gaps) if end - start >= change)
             start, end = gaps[at]
@@ -515,76 +562,108 @@ def place(meter, chosen=None):
             if at and gaps[at - 1][1] == start:
                 at, start = at - 1, gaps.pop(at - 1)[0]
             gaps.insert(at, (start, end))
-    blocks += [(key, start, length, born, clock + 1) for key, (start, length, born) in placed.items()]
-    return blocks, top
+    blocks += [(key, start, length, born, len(meter.step)) for key, (start, length, born) in placed.items()]
+    return blocks, most, top
 
 
-def plot_heaps(meters, kept_only=False, unit=1e6, name="MB"):
-    """{title: meter}: every allocation as a rectangle, time to the right and addresses upwards. A black frame marks
-    what M_D is about: kept layer inputs and gradients."""
-    fig, axes = plt.subplots(1, len(meters), figsize=(11, 4.4), sharey=True)
-    seen, highest = set(), 0
-    for ax, (title, meter) in zip(axes, meters.items()):
-        numbers = {
-            n for n, category in enumerate(meter.category) if category != "host" and (n in meter.kept or not kept_only)
-        }
-        blocks, top = place(meter, numbers)
-        live, space = meter.heap(numbers)
-        assert top == space, "the picture and the script's own count place differently"
+def on_device(meter):
+    """The numbers of all storages that are not in host memory."""
+    return {number for number, category in enumerate(meter.category) if category != "host"}
+
+
+def first_failure(run, capacity):
+    """Where a run with a trace first asks for more than fits, by first fit: (bytes asked for, bytes free, largest hole)
+    or None."""
+    blocks, _, _ = place(run.meter, on_device(run.meter))
+    failed = [block for block in blocks if block[1] + block[2] > capacity]
+    if not failed:
+        return None
+    _, _, asked, moment, _ = min(failed, key=lambda block: block[3])
+    taken = sorted((start, start + size) for _, start, size, born, died in blocks if born < moment < died)
+    edges = [0, *(edge for block in taken for edge in block), capacity]
+    holes = [end - start for start, end in zip(edges[::2], edges[1::2])]
+    return asked, sum(holes), max(holes)
+
+
+def resident(blocks, kept):
+    """The top of the blocks that lie there from first to last, one upon the other from address 0, without `kept`."""
+    top, end = 0, max(died for *_, died in blocks)
+    for number, start, length, _, died in sorted(blocks, key=lambda block: block[1]):
+        if start == top and died == end and number not in kept:
+            top = start + length
+    return top
+
+
+def plot_heaps(runs, unit=1e6, name="MB", capacity=None):
+    """{title: run with a trace of zero_r.py}: every allocation as a rectangle, time to the right and addresses upwards.
+    What M_D is about, kept layer inputs and gradients, has its colour; all else is pale. `capacity` in bytes: a line,
+    and what lies above it does not fit."""
+    fig, axes = plt.subplots(1, len(runs), figsize=(11, 4.4), sharey=True)
+    seen, highest, bottom = set(), 0, 0
+    for ax, (title, run) in zip(axes, runs.items()):
+        meter = run.meter
+        kept = meter.kept & on_device(meter)
+        blocks, live, space = place(meter, on_device(meter))
+        fragmentation = space / live - 1
+        assert abs(fragmentation - run.one("memory")["fragmentation"]) < 1e-9, "the script places differently"
         for number, start, length, born, died in blocks:
-            frame = {"edgecolor": "black", "lw": 0.7} if number in meter.kept else {"edgecolor": "white", "lw": 0.1}
-            color = COLORS[meter.category[number]]
-            ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, facecolor=color, **frame))
-            seen.add(meter.category[number])
-        ax.axhline(live / unit, color="black", ls=":", lw=1.5)
-        ax.axhline(space / unit, color="black", lw=1.5)
+            box = style(meter.category[number]) if number in kept else {"facecolor": "#E6E6E6", "edgecolor": "#C9C9C9"}
+            ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, **box | {"lw": 0.3}))
+            seen |= {meter.category[number]} & {"activations", "gradients"} if number in kept else set()
+        (a,) = ax.plot([0, len(meter.step)], [space / unit] * 2, color="black", lw=1.5, label="space taken")
+        (b,) = ax.plot([0, len(meter.step)], [live / unit] * 2, color="black", ls=":", lw=1.5, label="most live bytes")
+        handles = [a, b]
+        if capacity:
+            label = f"capacity {capacity / unit:.2f} {name}"
+            handles.append(ax.axhline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=label))
         ax.set_xlim(0, len(meter.step))
-        ax.set_title(f"{title}: {space / live - 1:.1%} fragmentation", fontsize=10)
+        ax.set_title(f"{title}: {space / unit:.2f} {name}, {fragmentation:.1%} fragmentation", fontsize=10)
         ax.set_xlabel("allocations and releases, in order")
         highest = max(highest, space / unit)
-    axes[0].set_ylim(0, highest * 1.06)
+        bottom = max(bottom, resident(blocks, kept) / unit)
+    if bottom:
+        for ax in axes:
+            cut_floor(ax, bottom, highest, f"{bottom:.2f} {name}")
+    else:
+        axes[0].set_ylim(0, 1.06 * highest)
     axes[0].set_ylabel(f"address in {name}")
-    shown = [category for category in COLORS if category in seen]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[category]) for category in shown]
-    handles += [plt.Line2D([], [], color="black", lw=1.5), plt.Line2D([], [], color="black", ls=":", lw=1.5)]
-    axes[-1].legend(
-        handles,
-        [*shown, "space taken", "peak of live bytes"],
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1),
-        frameon=False,
-    )
+    rest = plt.Rectangle((0, 0), 1, 1, fc="#E6E6E6", ec="#C9C9C9", label="all else")
+    legend_of(axes[-1], seen, [rest, *handles])
     return fig
 
 
-def plot_stacks(bars, unit=1e6, name="MB", label="", lines=None, lines_are="formula", neutral=False):
-    """{title: {category: bytes}} as stacked bars, `lines` {title: bytes} as a black line over each. `neutral`: one
-    gray for totals that belong to no category."""
+def plot_stacks(
+    bars, unit=1e6, name="MB", label="", lines=None, lines_are="formula", neutral=False, capacity=None, capacity_is=""
+):
+    """{title: {category: bytes}} as stacked bars, `lines` {title: bytes} as a black line over each. `neutral`: one gray
+    for totals that belong to no category. `capacity` in bytes: a dashed line across."""
     fig, ax = plt.subplots(figsize=(9, 3.8))
-    floor = [0.0] * len(bars)
-    for category, color in COLORS.items():
-        values = [bar.get(category, 0) / unit for bar in bars.values()]
-        if any(values):
-            style = {"color": GRAY} if neutral else {"color": color, "label": category}
-            hatch = "///" if category == "host" else ""
-            ax.bar(range(len(bars)), values, 0.75, floor, edgecolor="white", lw=0.5, hatch=hatch, **style)
-            floor = [a + b for a, b in zip(floor, values)]
-    for at, total in enumerate(floor):
-        ax.text(at, total, f"{total:,.2f}", ha="center", va="bottom", fontsize=9)
-    for at, title in enumerate(bars):
+    most = max([*(sum(bar.values()) for bar in bars.values()), *(lines or {}).values(), capacity or 0])
+    ax.set_ylim(0, 1.15 * most / unit)
+    handles = []
+    for at, (title, bar) in enumerate(bars.items()):
+        bar = {category: bar.get(category, 0) for category in COLORS}
+        if neutral:
+            height, small = sum(bar.values()) / unit, []
+            ax.bar(at, height, 0.75, color=GRAY)
+        else:
+            height, small = stack(ax, at, bar, unit, 0.75)
+        seen = len(small) < sum(map(bool, bar.values()))  # of a bar that is too thin as a whole, its height will do
+        text = "\n".join([*small, f"{height:,.2f}"]) if seen else f"{height:,.2g}"
+        ax.text(at, height, text, ha="center", va="bottom", fontsize=9)
         if lines and title in lines:
-            ax.plot(
-                [at - 0.45, at + 0.45],
-                [lines[title] / unit] * 2,
-                color="black",
-                lw=2,
-                label=lines_are if at == 0 else None,
-            )
+            style_of_line = {"color": "black", "lw": 2, "label": lines_are}
+            handles = ax.plot([at - 0.45, at + 0.45], [lines[title] / unit] * 2, **style_of_line)
+    if capacity:
+        words = capacity_is or f"{capacity / unit:,.0f} {name}"
+        handles.append(ax.axhline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=words))
     ax.set_xticks(range(len(bars)), list(bars))
     ax.set_ylabel(f"{label} in {name}")
-    ax.set_ylim(0, 1.1 * max([*floor, *(line / unit for line in (lines or {}).values())]))
+    used = {category for bar in bars.values() for category, value in bar.items() if value}
     if not neutral:
-        legend_right(ax)
+        legend_of(ax, used, handles)
+    elif handles:
+        legend_right(ax, handles=handles)
     return fig
 
 
@@ -599,6 +678,80 @@ def plot_lines(series, xlabel, ylabel):
     ax.set_ylabel(ylabel)
     ax.set_ylim(bottom=0)
     legend_right(ax)
+    return fig
+
+
+# ---- Tensor parallelism, drawn ---------------------------------------------------------------------------------
+
+RANK_COLORS = (("#332288", "white"), ("#56B4E9", "black"))  # a colour for what rank 0 has, and rank 1, and text upon it
+
+
+def plot_cut():
+    """How two ranks cut an MLP: the first matrix by its outputs, the second by its inputs."""
+    fig, ax = plt.subplots(figsize=(11, 3.6))
+
+    def matrix(x, y, width, height, text, rank=None):
+        color, ink = RANK_COLORS[rank] if rank is not None else ("#DDDDDD", "black")
+        ax.add_patch(plt.Rectangle((x, y), width, height, facecolor=color, edgecolor="black", lw=0.8))
+        ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink, fontsize=9)
+
+    def word(x, y, text, size=10):
+        ax.text(x, y, text, ha="center", va="center", fontsize=size)
+
+    for rank, y in ((0, 3.0), (1, 0.2)):
+        word(-0.7, y + 0.8, f"rank {rank}")
+        matrix(0, y + 0.4, 1, 0.8, "x")
+        word(1.3, y + 0.8, "·")
+        matrix(1.6, y + 0.3, 2, 1, "columns of A", rank)
+        word(4.0, y + 0.8, "→ GELU →", 8)
+        matrix(4.45, y + 0.4, 1.95, 0.8, f"h{rank}: own hidden units", rank)
+        word(6.7, y + 0.8, "·")
+        matrix(7.0, y - 0.2, 1, 2, "rows\nof B", rank)
+        word(8.3, y + 0.8, "=")
+        matrix(8.6, y + 0.4, 1, 0.8, f"y{rank}", rank)
+    ax.annotate("", (10.6, 2.3), (9.7, 3.7), arrowprops={"arrowstyle": "->"})
+    ax.annotate("", (10.6, 1.9), (9.7, 1.1), arrowprops={"arrowstyle": "->"})
+    word(10.1, 2.1, "all-\nreduce", 8)
+    matrix(10.7, 1.7, 1, 0.8, "y0 + y1")
+    word(0.5, 5.2, "both have it whole", 8)
+    word(2.6, 5.2, "cut by outputs", 8)
+    word(5.4, 5.2, "GELU acts on each unit alone", 8)
+    word(7.5, 5.2, "cut by inputs", 8)
+    word(9.1, 5.2, "a part of each sum", 8)
+    word(11.2, 2.8, "whole again", 8)
+    ax.set(xlim=(-1.2, 11.9), ylim=(-0.2, 5.5))
+    ax.axis("off")
+    return fig
+
+
+def plot_block():
+    """A block on two ranks, and where its all-reduces are: at g in forward, at f in backward."""
+    fig, ax = plt.subplots(figsize=(11, 2.9))
+    attention = [("qkv", 1), ("attention of\nhalf the heads", 1), ("attention_\nproj", 1)]
+    mlp = [("mlp_up", 1), ("GELU", 1), ("mlp_proj", 1)]
+    x = 0.0
+    for name, kind in [
+        step for cut in (attention, mlp) for step in (("norm", 2), ("f", 0), *cut, ("g", 0), ("+ x", 2))
+    ]:
+        width = 0.5 if kind == 0 else 0.62 if name in ("norm", "+ x") else 0.95
+        if kind == 0:
+            style_of_line = {"color": "black", "lw": 3, "ls": "-" if name == "g" else ":"}
+            ax.plot([x + width / 2] * 2, [0.1, 2.4], **style_of_line)
+            ax.text(x + width / 2, 2.55, name, ha="center", fontsize=12, style="italic")
+        else:
+            for rank, y in ((0, 1.4), (1, 0.2)):
+                color, ink = RANK_COLORS[rank] if kind == 1 else ("#DDDDDD", "black")
+                ax.add_patch(plt.Rectangle((x, y), width - 0.08, 0.8, facecolor=color, edgecolor="black", lw=0.8))
+                ax.text(x + width / 2 - 0.04, y + 0.4, name, ha="center", va="center", color=ink, fontsize=7.5)
+        x += width
+    for rank, y in ((0, 1.8), (1, 0.6)):
+        ax.text(-0.1, y, f"rank {rank}", ha="right", va="center")
+    ax.annotate("", (x, -0.25), (0, -0.25), arrowprops={"arrowstyle": "->"})
+    ax.text(x / 2, -0.42, "forward: all-reduce at each g (solid), nothing at f", ha="center", va="top", fontsize=9)
+    ax.annotate("", (0, -0.85), (x, -0.85), arrowprops={"arrowstyle": "->"})
+    ax.text(x / 2, -1.02, "backward: all-reduce at each f (dotted), nothing at g", ha="center", va="top", fontsize=9)
+    ax.set(xlim=(-0.8, x + 0.1), ylim=(-1.4, 2.9))
+    ax.axis("off")
     return fig
 
 

@@ -19,6 +19,9 @@ import torch
 import torch._dynamo
 import torch._subclasses.fake_tensor
 import torch.distributed
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.optim
 import torch.func
 import torch.nn.parallel
 import torch.optim
