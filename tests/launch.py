@@ -108,7 +108,9 @@ def run_once(script, _mtime, args, ranks, env, timeout, log, whole_exit=False):
         "whole_exit": whole_exit,
     }  # fmt: skip
     print(json.dumps(command), file=zygote.stdin, flush=True)
-    statuses = json.loads(zygote.stdout.readline())
+    answered = None
+    while answered != folder:  # an earlier run may have been interrupted before its answer was read
+        answered, statuses = json.loads(zygote.stdout.readline())
     out, err = ([pathlib.Path(folder, f"{name}{rank}").read_text() for rank in range(ranks)] for name in ("out", "err"))
     return Run(next(filter(None, statuses), 0), "".join(out), "".join(err), read_records(folder))
 

@@ -1,8 +1,9 @@
 """torchrun minus the import time: a process that has imported torch and forks the ranks of one run after another.
 
 Started by launch.py, which writes one JSON object a line: {"script", "args", "ranks", "env", "folder", "timeout",
-"whole_exit"}. The answer is one line too, the list of the exit statuses of the ranks. A rank's output goes to files in
-the folder. Nothing here may start a thread before the fork (no arithmetic, no process group): it wouldn't survive it.
+"whole_exit"}. The answer is one line too, the folder and the exit statuses of the ranks. A rank's output goes to files
+in the folder. Nothing here may start a thread before the fork (no arithmetic, no process group): it wouldn't survive
+it.
 """
 
 import atexit
@@ -33,6 +34,7 @@ def serve():
     """Answers commands until there are no more. Returns in the children only: the command."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt ends the ranks of a run, not this process
     gc.collect()
     gc.freeze()  # a rank's gc.collect() need not walk through all of torch's modules
     for line in sys.stdin:
@@ -45,11 +47,12 @@ def serve():
                 become_rank(rank, command["env"], ranks, folder)
                 return command
             children[pid] = rank
-        print(json.dumps(wait(children, command["timeout"])), file=answers, flush=True)
+        print(json.dumps([folder, wait(children, command["timeout"])]), file=answers, flush=True)
     sys.exit()
 
 
 def become_rank(rank, env, ranks, folder):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("OMP_NUM_THREADS", None)
     os.environ.update(env)
     if ranks:  # as torchrun sets them; without it none of these
