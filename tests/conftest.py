@@ -20,7 +20,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: runs with --all only")
     launch.through_torchrun = config.getoption("--torchrun")
     if not config.getoption("--gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bits and bytes are compared with those of a CPU

@@ -34,8 +34,8 @@ def row(script, N):
 
 
 ZERO_R_COLUMNS = (
-    "`--config`", "ZeRO-DP", "ZeRO-R", "states", "kept inputs", "on the host", "activations at peak", "buffers at peak", "peak",
-    "sent", "within the replica",
+    "`--config`", "ZeRO-DP", "ZeRO-R", "states", "kept inputs", "on the host", "activations at peak",
+    "buffers at peak", "peak", "sent", "within the replica",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Random configurations: `pytest tests/test_fuzz.py --fuzz 200` tries more than the eight of the default suite.
 
-A test's name is seed/number, and the seed is the day unless --fuzz-seed says otherwise: so `--fuzz-seed` and `-k` repeat
-what has failed.
+A test's name is seed/number, and the seed is the day unless `--fuzz-seed` says otherwise: with it and `-k number` one
+that has failed is repeated.
 """
 
 import random
@@ -75,7 +75,11 @@ def test_zero_r_and_stage_3(seed):
     options = configuration(choose)
     ranks, width, heads = (options[name] for name in ("ranks", "width", "heads"))
     mp = choose.choice([M for M in range(1, 5) if ranks % M == width % M == heads % M == 0])
-    switches = {"mp": mp, "config": choose.choice(test_zero_r.CONFIGS), "buffer_elements": 16 * ranks * choose.randint(1, 99)}
+    switches = {
+        "mp": mp,
+        "config": choose.choice(test_zero_r.CONFIGS),
+        "buffer_elements": 16 * ranks * choose.randint(1, 99),
+    }
     for switch, values in (("partition", ("os", "os+g", "os+g+p")), ("pa", ("off", "on", "cpu"))):
         switches[switch] = choose.choice(("auto", *values))
     for switch in ("cb", "md"):
