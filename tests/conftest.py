@@ -1,5 +1,6 @@
 """Options of this test suite. The harness is launch.py, and its first paragraph says how a test is written."""
 
+import datetime
 import os
 
 import launch
@@ -9,6 +10,7 @@ import pytest
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long and seldom fails")
     parser.addoption("--fuzz", type=int, default=8, help="so many random configurations (default: 8)")
+    parser.addoption("--fuzz-seed", default=datetime.date.today().isoformat(), help="of which these (default: today)")
     parser.addoption("--gpus", action="store_true", help="use the GPUs of this machine, which are hidden otherwise")
     parser.addoption("--runs", type=int, default=10, help="how often the test of the exit status runs (default: 10)")
     parser.addoption("--torchrun", action="store_true", help="start every run with the real torchrun (slow)")
@@ -18,7 +20,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: runs with --all only")
     launch.through_torchrun = config.getoption("--torchrun")
     if not config.getoption("--gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bits and bytes are compared with those of a CPU

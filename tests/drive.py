@@ -7,6 +7,7 @@ object a line.
 import collections
 import contextlib
 import datetime
+import gc
 import hashlib
 import importlib
 import json
@@ -142,6 +143,28 @@ def threads(stage):
         tell(threads=[path.read_text().strip() for path in pathlib.Path("/proc/self/task").glob("*/comm")])
 
     stage.main = watched_main
+
+
+def soak(stage):
+    """Bytes of all tensors and of the process, at step 10 and every hundredth."""
+    main, train_step, steps, live, rss = stage.main, stage.train_step, 0, [], []
+
+    def watched_step(*args):
+        nonlocal steps
+        result = train_step(*args)
+        if steps == 10 or steps and steps % 100 == 0:
+            tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+            storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
+            live.append(sum(storages.values()))
+            rss.append(int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        steps += 1
+        return result
+
+    def watched_main():
+        main()
+        tell(live=live, rss=rss)
+
+    stage.main, stage.train_step = watched_main, watched_step
 
 
 def stopped(stage):

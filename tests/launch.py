@@ -1,16 +1,28 @@
-"""Runs a script on N ranks and collects what it printed and logged.
+"""How a test is written. It starts a script as a user would and looks at what came of it:
+
+    run = launch("stage1_os.py", *TINY, "--dtype", "float32", ranks=2)
+    assert losses(run)[-1] < losses(run)[0] and run.of("communication")[0]["elements"] > 0
+
+`Run` has the exit status, what was printed, and the records of the log; `tiny()` is launch() with names for options. A
+run with the same arguments takes place once in a session, so ask for what another test has asked for where that will
+do. What no option can show, a function of drive.py watches from inside the script, and found() reads. A test that takes
+long and seldom fails is marked `@pytest.mark.slow`. conftest.py has the options of the suite. That is all: the rest of
+this file makes launch() fast.
 
 launch() does what torchrun does, without its ten seconds of importing torch N + 1 times: zygote.py has imported it
 once and forks the ranks, and the store at which they meet lives in this process. torchrun() is the real one, for the
-tests of what a user sees of it; `pytest --torchrun` sends every launch() through it (slow).
+tests of what a user sees of it; `pytest --torchrun` sends every launch() through it.
 """
 
 import atexit
 import dataclasses
+import fcntl
 import functools
+import hashlib
 import json
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,17 +35,9 @@ TINY = tuple(
     "--layers 2 --width 35 --heads 5 --vocab 257 --context 16 --batch 2 --steps 6 --compute float32".split()
 )  # fmt: skip
 
-# One thread: the stage files set theirs, and numpy's library would start its own before the fork. Passive: threads that
-# wait by spinning take all the time of a busy machine.
-zygote = subprocess.Popen(
-    [sys.executable, ROOT / "tests/zygote.py"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-)  # fmt: skip
-atexit.register(lambda: (zygote.stdin.close(), zygote.wait()))
-
-import torch.distributed as dist  # noqa: E402  imported while the zygote does the same
-
 folders = tempfile.TemporaryDirectory(prefix="zero-tests-")
+# What runs came to, for all processes of a session: conftest.py hands the folder to the workers.
+finished = os.environ.setdefault("ZERO_TESTS_FINISHED", tempfile.mkdtemp(dir=folders.name))
 through_torchrun = False  # set by `pytest --torchrun`
 
 
@@ -87,16 +91,43 @@ def launch(script, *args, ranks=1, env=None, timeout=120, log=True, fresh=False)
     """
     path = ROOT / script  # an absolute script stays what it is
     key = (str(path), path.stat().st_mtime_ns, tuple(map(str, args)), ranks, tuple((env or {}).items()), timeout, log)
-    return run_once.__wrapped__(*key, whole_exit=True) if fresh else run_once(*key)
+    return run_now(*key, whole_exit=True) if fresh else run_once(*key)
 
 
 @functools.cache
-def run_once(script, _mtime, args, ranks, env, timeout, log, whole_exit=False):
+def run_once(*key):
+    """With two workers (pytest-xdist) one runs it, and the other waits and reads."""
+    with open(f"{finished}/{hashlib.sha256(repr(key).encode()).hexdigest()}", "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        stored = file.read()
+        run = pickle.loads(stored) if stored else run_now(*key)
+        if not stored:
+            pickle.dump(run, file)
+    return run
+
+
+@functools.cache
+def zygote():
+    """One thread: the stage files set theirs, and numpy's library would start its own before the fork. Passive: threads
+    that wait by spinning take all the time of a busy machine."""
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "tests/zygote.py"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+    )  # fmt: skip
+    atexit.register(lambda: (process.stdin.close(), process.wait()))
+    return process
+
+
+def run_now(script, _mtime, args, ranks, env, timeout, log, whole_exit=False):
     if through_torchrun:
         return subprocess_run(script, *args, ranks=ranks, env=dict(env), timeout=timeout, log=log)
     folder = tempfile.mkdtemp(dir=folders.name)
     environment, store = dict(env), None
+    process = zygote()
     if ranks > 1:
+        import torch.distributed as dist  # takes its time, meanwhile the zygote does the same
+
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
         environment |= {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1",
@@ -107,10 +138,13 @@ def run_once(script, _mtime, args, ranks, env, timeout, log, whole_exit=False):
         "ranks": ranks if ranks > 1 else 0, "folder": folder, "timeout": timeout,
         "whole_exit": whole_exit,
     }  # fmt: skip
-    print(json.dumps(command), file=zygote.stdin, flush=True)
+    for name in ("out", "err"):  # a rank may be ended before it opens them
+        for rank in range(ranks):
+            pathlib.Path(folder, f"{name}{rank}").touch()
+    print(json.dumps(command), file=process.stdin, flush=True)
     answered = None
     while answered != folder:  # an earlier run may have been interrupted before its answer was read
-        answered, statuses = json.loads(zygote.stdout.readline())
+        answered, statuses = json.loads(process.stdout.readline())
     out, err = ([pathlib.Path(folder, f"{name}{rank}").read_text() for rank in range(ranks)] for name in ("out", "err"))
     return Run(next(filter(None, statuses), 0), "".join(out), "".join(err), read_records(folder))
 

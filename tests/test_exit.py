@@ -25,7 +25,9 @@ def test_no_thread_of_gloo_is_left(options):
     """One that outlives the interpreter may abort it: "terminate called without an active exception". Through torchrun,
     because it depends on what is imported when."""
     script, *options = options
-    ranks = found(torchrun("tests/drive.py", "threads", script, *TINY, "--steps", 2, "--heads", 2, "--width", 34, *options))
+    ranks = found(
+        torchrun("tests/drive.py", "threads", script, *TINY, "--steps", 2, "--heads", 2, "--width", 34, *options)
+    )
     assert len(ranks) == 2
     for rank in ranks:
         assert not [name for name in rank["threads"] if "gloo" in name]
@@ -60,7 +62,9 @@ def test_it_ends_as_any_other_program(script, by):
     assert process.stderr.read() == ""
 
 
-@pytest.mark.parametrize("options", [(STAGES[3],), ("zero_r.py", "--mp", 2, "--heads", 2, "--width", 34)], ids=["stage", "zero_r"])
+@pytest.mark.parametrize(
+    "options", [(STAGES[3],), ("zero_r.py", "--mp", 2, "--heads", 2, "--width", 34)], ids=["stage", "zero_r"]
+)
 def test_a_stopped_rank_ends_the_job(options):
     """One that has died closes its connections, one that is stuck does not."""
     script, *options = options
@@ -90,7 +94,9 @@ def test_a_log_file_on_one_node_alone(script, node, tmp_path):
 )
 def test_two_nodes_that_differ(alone, said):
     """They would train two models on one gradient, in silence."""
-    run = launch("tests/drive.py", "differing", STAGES[1], *TINY, "--lr", 0.001, ranks=2, env={"ON": "1", "ALONE": alone})
+    run = launch(
+        "tests/drive.py", "differing", STAGES[1], *TINY, "--lr", 0.001, ranks=2, env={"ON": "1", "ALONE": alone}
+    )
     (line,) = run.err.splitlines()
     assert run.status != 0 and said in line
 

@@ -42,7 +42,9 @@ def test_configurations_of_zero_r(config):
 
 
 def test_its_losses_are_those_of_float32():
-    assert losses(tiny(STAGES[3], 2, dtype="float16")) == pytest.approx(losses(tiny(STAGES[3], 2, dtype="float32")), rel=0.01)
+    assert losses(tiny(STAGES[3], 2, dtype="float16")) == pytest.approx(
+        losses(tiny(STAGES[3], 2, dtype="float32")), rel=0.01
+    )
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -88,7 +90,9 @@ def test_good_steps_double_it():
 
 def test_ten_steps_in_a_row_at_the_floor_end_the_run():
     options = [*TINY, "--steps", 30, "--dtype", "float16", "--loss-scale", 4]
-    run = launch("tests/drive.py", "spoil", STAGES[2], *options, ranks=2, env={"SPOILED": " ".join(map(str, range(30)))})
+    run = launch(
+        "tests/drive.py", "spoil", STAGES[2], *options, ranks=2, env={"SPOILED": " ".join(map(str, range(30)))}
+    )
     (line,) = run.err.splitlines()
     assert run.status != 0 and "not finite in ten steps" in line
     assert scales(run) == [4, 2] + [1] * 10

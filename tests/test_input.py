@@ -89,7 +89,11 @@ BAD += [
     ("zero_r.py", "--buffer-elements 100", "--buffer-elements 100 must be a multiple of 16"),
     ("zero_r.py", "--buffer-elements 0", "--buffer-elements 0"),
     ("zero_r.py", "--buffer-elements 160000000000000000000", "--buffer-elements 160000000000000000000"),
-    ("zero_r.py", "--simulate-ranks 64 --buffer-elements 512", "--buffer-elements 512 must be a multiple of 16, and 1024"),
+    (
+        "zero_r.py",
+        "--simulate-ranks 64 --buffer-elements 512",
+        "--buffer-elements 512 must be a multiple of 16, and 1024",
+    ),
     ("zero_r.py", "--config C6", "--config: invalid choice: 'C6'"),
     ("zero_r.py", "--partition p", "--partition: invalid choice: 'p'"),
     ("zero_r.py", "--pa host", "--pa: invalid choice: 'host'"),
@@ -200,7 +204,10 @@ def edited(tmp_path, *changes, script=STAGES[3], ranks=2):
         ("logits.weight of head is frozen", [(HEAD, HEAD + "        self.logits.requires_grad_(False)\n")]),
         (
             "mlp_norm.weight of block 1 is frozen, or another layer's too",
-            [("class Block", "NORM = nn.LayerNorm(35)\n\n\nclass Block"), ("mlp_norm = nn.LayerNorm(cfg.width)", "mlp_norm = NORM")],
+            [
+                ("class Block", "NORM = nn.LayerNorm(35)\n\n\nclass Block"),
+                ("mlp_norm = nn.LayerNorm(cfg.width)", "mlp_norm = NORM"),
+            ],
         ),
         (
             "block 0 holds a tensor that is neither parameter nor buffer; use register_buffer",
@@ -208,7 +215,7 @@ def edited(tmp_path, *changes, script=STAGES[3], ranks=2):
         ),
     ],
     ids=["frozen", "shared", "tensor"],
-)  # fmt: skip
+)
 def test_a_model_that_a_flat_vector_does_not_hold(contains, changes, tmp_path):
     bad = edited(tmp_path, *changes)
     assert contains in one_line(bad) and bad.status != 0

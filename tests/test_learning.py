@@ -1,19 +1,13 @@
+import pytest
 from launch import STAGES, complaints, losses, torchrun
 
 
-def default_run(cache=[]):
-    """The README's first command, through the real torchrun."""
-    if not cache:
-        cache.append(torchrun(STAGES[1], timeout=400))
-    return cache[0]
-
-
-def test_it_learns():
-    values = losses(default_run())
-    assert len(values) == 50
+@pytest.mark.parametrize("steps", [15, pytest.param(50, marks=pytest.mark.slow)])
+def test_the_first_command_learns(steps):
+    """The README's, through the real torchrun, and without a warning; 50 steps are its own number."""
+    run = torchrun(STAGES[1], "--steps", steps, timeout=600)
+    assert not complaints(run)
+    values = losses(run)
+    assert len(values) == steps
     assert 5.4 < values[0] < 5.8  # ln 256 = 5.55 knows nothing
-    assert sum(values[-10:]) / 10 < 3.0
-
-
-def test_no_warnings():
-    assert default_run().status == 0 and not complaints(default_run())
+    assert sum(values[-5:]) / 5 < (3.6 if steps == 15 else 3.0)

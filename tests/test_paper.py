@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import paper  # noqa: E402
 
 ALL = os.environ.get("ZERO_ALL") == "1"
+pytestmark = pytest.mark.xdist_group("paper")  # its tests share simulations, kept in memory
 CELLS = [(N, model, stage) for N in paper.TABLE_1 for model in paper.MODELS for stage in (1, 2, 3)]
 # A third that has every row, column and model: of a row's three models each in another stage.
 THIRD = [cell for number, cell in enumerate(CELLS) if (number + number // 3 + number // 9) % 3 == 0]
