@@ -6,7 +6,6 @@ import measure
 import pytest
 from launch import ROOT, STAGES
 
-
 SHOWN = [("output", measure.output), ("measured", measure.table), ("zero_r", measure.zero_r_table)]
 
 

@@ -88,7 +88,7 @@ def test_activations_of_gpt2():
     """Footnote 3's 12 elements a token and channel, in 16 bits, are the 60 GB. A block here keeps 16 of them. A
     checkpoint a block is 5 GB; the printed 8 need more."""
     ours, one = paper.gpt2_activations(), 32 * 1024 * 1600 * 2
-    # Norm, queries with keys and values, attention, the sum with the input, norm, MLP, GELU, the sum that is the output.
+    # Norm; queries, keys and values; attention; the sum with the input; norm; MLP; GELU; the sum that is the output.
     assert [tensor / one for tensor in paper.block_keeps() if tensor > one / 2] == [1, 3, 1, 1, 1, 4, 4, 1]
     assert sum(paper.block_keeps()) / one == pytest.approx(16, rel=0.01)
     assert ours["without checkpoints"] == pytest.approx(60 * 16 / 12, rel=0.02)
