@@ -5,9 +5,9 @@
 
 `Run` has the exit status, what was printed, and the records of the log; `tiny()` is launch() with names for options. A
 run with the same arguments takes place once in a session, so ask for what another test has asked for where that will
-do. What no option can show, a function of drive.py watches from inside the script, and found() reads. A test that takes
-long and seldom fails is marked `@pytest.mark.slow`. conftest.py has the options of the suite. That is all: the rest of
-this file makes launch() fast.
+do. What no option can show, a function of drive.py watches from inside the script, and found() reads. What takes long
+and seldom fails is marked `@pytest.mark.slow`, or is a case of with_all(); conftest.py has the options of the suite.
+That is all: the rest of this file makes launch() fast.
 
 launch() does what torchrun does, without its ten seconds of importing torch N + 1 times: zygote.py has imported it
 once and forks the ranks, and the store at which they meet lives in this process. torchrun() is the real one, for the
@@ -28,11 +28,13 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STAGES = ("stage0_ddp.py", "stage1_os.py", "stage2_grad.py", "stage3_param.py")
 # Small, and nothing divides anything: every layer needs padding.
 TINY = tuple(
-    "--layers 2 --width 35 --heads 5 --vocab 257 --context 16 --batch 2 --steps 6 --compute float32".split()
+    "--layers 2 --width 35 --heads 5 --vocab 257 --context 16 --batch 2 --steps 4 --compute float32".split()
 )  # fmt: skip
 
 folders = tempfile.TemporaryDirectory(prefix="zero-tests-")
@@ -61,6 +63,11 @@ def tiny(stage, ranks=1, **options):
     options = {"dtype": "bfloat16", "collectives": "gloo", "micro_batches": 1} | options
     flags = ([f"--{name.replace('_', '-')}", value] for name, value in options.items())
     return launch(stage, *TINY, *(part for pair in flags for part in pair), ranks=ranks)
+
+
+def with_all(*cases):
+    """Cases of a test that --all adds."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def losses(run):

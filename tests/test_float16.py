@@ -1,7 +1,7 @@
 """The paper's own 16 bits: float16 with dynamic loss scaling, the same in all files."""
 
 import pytest
-from launch import STAGES, TINY, found, hashes, launch, losses, norms, tiny
+from launch import STAGES, TINY, found, hashes, launch, losses, norms, tiny, with_all
 from test_losses import assert_identical
 from test_zero_r import zero_r
 
@@ -12,7 +12,7 @@ def scales(run):
     return [step["loss_scale"] for step in run.records if step["event"] == "step"]
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("ranks", [2, 3, *with_all((1,), (4,))])
 def test_stages_are_bit_identical(ranks):
     """With the default scale: it may be halved a few times first."""
     runs = [tiny(stage, ranks, dtype="float16") for stage in STAGES]
@@ -22,7 +22,7 @@ def test_stages_are_bit_identical(ranks):
     assert all(scales(run) == scales(runs[0]) for run in runs)
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("ranks", [3, *with_all((1,), (2,), (4,))])
 def test_stages_with_micro_batches(ranks):
     """Stages 0 and 1 sum micro-batches in fp32 and round once, to send the sum; stages 2 and 3 send every micro-batch's
     gradient and round each. So there are two results, as in bfloat16."""
@@ -76,16 +76,16 @@ def test_a_gradient_of_1e_8_needs_the_scale():
 @pytest.mark.parametrize("stage", (*STAGES, "zero_r.py"))
 def test_an_overflow_on_one_rank(stage):
     """Every rank halves the scale and keeps everything as it was, and goes on."""
-    options = [*TINY, "--dtype", "float16", *SCALES]
-    run = launch("tests/drive.py", "spoil", stage, *options, ranks=2, env={"SPOILED": "3"})
-    assert scales(run) == [2**10] * 4 + [2**9] * 2
-    assert [step["skipped"] for step in run.of("step")] == [step == 3 for step in range(6)]
+    options = [*TINY, "--dtype", "float16", "--steps", 5, *SCALES]
+    run = launch("tests/drive.py", "spoil", stage, *options, ranks=2, env={"SPOILED": "2"})
+    assert scales(run) == [2**10] * 3 + [2**9] * 2
+    assert [step["skipped"] for step in run.of("step")] == [step == 2 for step in range(5)]
     told = {(told["step"], told["scale"], told["changed"]) for told in found(run)}  # on both ranks
-    assert told == {(step, 2**10 if step < 4 else 2**9, step != 3) for step in range(6)}
+    assert told == {(step, 2**10 if step < 3 else 2**9, step != 2) for step in range(5)}
 
 
 def test_good_steps_double_it():
-    assert scales(tiny(STAGES[1], dtype="float16", loss_scale=1, loss_scale_window=2)) == [1, 1, 2, 2, 4, 4]
+    assert scales(tiny(STAGES[1], dtype="float16", steps=6, loss_scale=1, loss_scale_window=2)) == [1, 1, 2, 2, 4, 4]
 
 
 def test_ten_steps_in_a_row_at_the_floor_end_the_run():

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT, STAGES, TINY, hashes, launch, losses, start, torchrun
+from launch import ROOT, STAGES, TINY, hashes, launch, losses, start, torchrun, with_all
 
 SCRIPTS = (*STAGES, "zero_r.py")
 BAD = [  # (options, what the line must contain); the scripts take turns, and the status is 2
@@ -134,6 +134,7 @@ def test_with_two_ranks(script, options, contains, tmp_path):
     assert contains in one_line(bad) and bad.status != 0
 
 
+@pytest.mark.slow
 def test_with_torchrun():
     bad = torchrun(STAGES[1], "--width", 250, "--heads", 8)
     assert bad.status != 0
@@ -153,6 +154,7 @@ def test_a_full_disk_under_stdout():
 
 
 @linux
+@pytest.mark.slow
 def test_a_log_that_stops_short(tmp_path):
     """A limit of the size of files, as of a disk that fills, is no end with status 0."""
     limited = ["sh", "-c", 'ulimit -f 4; exec "$@"', "sh"]  # 2 or 4 kB
@@ -177,7 +179,7 @@ def test_what_torchrun_would_set_is_ignored_without_it(value):
     assert bad.status == 2 and "--layers 0" in one_line(bad)
 
 
-@pytest.mark.parametrize("options", [(), ("--help",)], ids=["run", "help"])
+@pytest.mark.parametrize("options", [("--help",), *with_all(((),))], ids=["help", "run"])
 def test_a_terminal_without_greek(options):
     process = start(ROOT / STAGES[3], *TINY, *options, ranks=0, env={"PYTHONIOENCODING": "ascii"})
     out, err = process.communicate(timeout=180)

@@ -1,10 +1,17 @@
 import formulas
 import pytest
-from launch import STAGES, TINY, found, launch, tiny
+from launch import STAGES, TINY, found, launch, tiny, with_all
 
 
-@pytest.mark.parametrize(("dtype", "micro_batches"), [("bfloat16", 1), ("bfloat16", 3), ("float32", 1)])
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "micro_batches"),
+    [
+        *((ranks, "bfloat16", 1) for ranks in (1, 2, 3, 4)),
+        *((ranks, dtype, 1) for ranks in (2, 3) for dtype in ("float32", "float16")),
+        *((2, "bfloat16", 3), (3, "bfloat16", 3), (3, "float32", 3)),
+        *with_all((1, "float32", 1), (4, "float32", 1), (1, "bfloat16", 3), (4, "bfloat16", 3)),
+    ],
+)
 @pytest.mark.parametrize("stage", range(4))
 def test_states_are_those_of_the_formula(stage, ranks, dtype, micro_batches):
     run = tiny(STAGES[stage], ranks, dtype=dtype, micro_batches=micro_batches)

@@ -223,6 +223,7 @@ def test_diff_is_small():
     assert 0 < int(added) + int(removed) <= 400
 
 
+@pytest.mark.slow
 def test_main_command():
     """The real torchrun, which itself has a word to say about OMP_NUM_THREADS."""
     run = torchrun("zero_r.py", *SIZES, *BUFFER, "--mp", 2, "--config", "C4", ranks=4)
