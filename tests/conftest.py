@@ -23,8 +23,6 @@ def pytest_configure(config):
     launch.through_torchrun = config.getoption("--torchrun")
     if not config.getoption("--gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bits and bytes are compared with those of a CPU
-    if config.getoption("--all"):
-        os.environ["ZERO_ALL"] = "1"
 
 
 def pytest_collection_modifyitems(config, items):

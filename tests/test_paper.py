@@ -1,26 +1,25 @@
 """What the paper says about memory, beside what the code does as rank 0 of up to 1024. See notebooks/paper.py.
 
-A third of Table 1's cells by default; with ZERO_ALL=1 in the environment all of them, all rows of Table 2, and the full
-sizes that otherwise are extrapolated from a few layers: ZERO_ALL=1 pytest tests/test_paper.py
+A third of Table 1's cells by default; with --all every cell, all rows of Table 2, and the full sizes that otherwise are
+extrapolated from a few layers.
 """
 
-import os
 import resource
 import sys
 import time
 
 import pytest
-from launch import ROOT
+from launch import ROOT, with_all
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 import paper  # noqa: E402
 
-ALL = os.environ.get("ZERO_ALL") == "1"
 pytestmark = pytest.mark.xdist_group("paper")  # its tests share simulations, kept in memory
 CELLS = [(N, model, stage) for N in paper.TABLE_1 for model in paper.MODELS for stage in (1, 2, 3)]
 # A third that has every row, column and model: of a row's three models each in another stage.
 THIRD = [cell for number, cell in enumerate(CELLS) if (number + number // 3 + number // 9) % 3 == 0]
-only_all = pytest.mark.skipif(not ALL, reason="ZERO_ALL=1 runs it")
+TABLE_1 = [*THIRD, *with_all(*(cell for cell in CELLS if cell not in THIRD))]
+TABLE_2 = [1, 16, *with_all(*((mp,) for mp in paper.TABLE_2 if mp not in (1, 16)))]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +37,7 @@ def test_a_third_is_representative():
         assert len({cell[part] for cell in THIRD}) == number and len(THIRD) == 18
 
 
-@pytest.mark.parametrize(("N", "model", "stage"), CELLS if ALL else THIRD)
+@pytest.mark.parametrize(("N", "model", "stage"), TABLE_1)
 def test_table_1(N, model, stage):
     printed, unit = paper.printed(N, model, stage)
     assert paper.states(model, stage, N) == pytest.approx(printed, abs=unit)
@@ -54,7 +53,7 @@ def test_figure_1():
 # ---- Table 2 ----
 
 
-@pytest.mark.parametrize("mp", paper.TABLE_2 if ALL else (1, 16))
+@pytest.mark.parametrize("mp", TABLE_2)
 @pytest.mark.parametrize("column", paper.COLUMNS)
 def test_table_2_states(column, mp):
     printed = paper.TABLE_2[mp][list(paper.COLUMNS).index(column)]
@@ -63,7 +62,7 @@ def test_table_2_states(column, mp):
     assert paper.largest(column, mp, "states") == pytest.approx(printed, rel=0.02)
 
 
-@pytest.mark.parametrize("mp", paper.TABLE_2 if ALL else (1, 16))
+@pytest.mark.parametrize("mp", TABLE_2)
 @pytest.mark.parametrize(("column", "measured"), [("baseline", 4), ("P_os", 5)])
 def test_table_2_measured(column, measured, mp):
     """What really fits is less than the states allow, and more than was measured with all that a real run has beside
@@ -159,7 +158,7 @@ def test_170b_needs_c5_most():
     assert fits["C5"] == max(fits.values()) > 12 and max(fits["C1"], fits["C3"]) < 12
 
 
-@only_all
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "layers", "batch"), [("C1", 50, 16), ("C4", 125, 32), ("C5", 125, 32)])
 def test_extrapolated_peaks_are_those_of_full_runs(config, layers, batch):
     full = paper.zero_r(config, layers, batch)["peak"] / paper.GB
@@ -199,7 +198,7 @@ def test_what_80_gb_change():
         assert 2.4 < paper.largest_model(config, limit=80) / paper.largest_model(config) < 2.7
 
 
-@only_all
+@pytest.mark.slow
 def test_a_trillion_takes_seconds_and_little_memory():
     """On two idle cores; a run on a busy machine says nothing."""
     paper.run_once.cache_clear()
