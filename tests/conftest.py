@@ -12,7 +12,7 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=8, help="so many random configurations (default: 8)")
     parser.addoption("--fuzz-seed", default=datetime.date.today().isoformat(), help="of which these (default: today)")
     parser.addoption("--gpus", action="store_true", help="use the GPUs of this machine, which are hidden otherwise")
-    parser.addoption("--runs", type=int, default=5, help="how often the test of the exit status runs (default: 5)")
+    parser.addoption("--runs", type=int, default=3, help="how often the test of the exit status runs (default: 3)")
     parser.addoption("--torchrun", action="store_true", help="start every run with the real torchrun (slow)")
     parser.addoption(
         "--slow-link", action="store_true", help="time the overlap on a slow link (as root; on an idle machine)"
