@@ -14,7 +14,8 @@ in and out of a rank, together 2Ψ(N-1)/N. The next file changes what happens be
     python stage0_ddp.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
     git diff --no-index stage0_ddp.py stage1_os.py              # what §5.1 adds
 
-Sections 3 to 6 are the subject: a model, two collectives, a layer and its state, the train step.
+Ψ is the number of parameters, N that of the ranks, § a section of the paper, arXiv 1910.02054 v3. Sections 3 to 6 of
+this file are the subject: a model, two collectives, a layer and its state, the train step.
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
@@ -73,7 +74,9 @@ class Config:
     dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
     compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
     device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
-    collectives: str = option("auto", "native: the library's own; auto: native, except on gloo", "gloo", "native")
+    collectives: str = option(
+        "auto", "gloo: as written out here; native: the library's; auto: native, except on gloo", "gloo", "native"
+    )
     overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
     data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
     log_file: str = option("", "write records to this file, one JSON object a line")
@@ -158,14 +161,14 @@ class Collectives:
 
     def start_step(self):
         self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
-        self.spans = []  # (collective, layer, its start, when the step began to wait for it, its end)
+        self.spans = []  # (collective, layer, its start, when the step began and when it ceased to wait for it)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
 
-        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. On gloo the sum
-        is taken in fp32 and in the order of the ranks, so every run gives the same bits; it takes n/N elements of fp32.
-        Natively the library sums, in its order and in the dtype of `full`.
+        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. So it is written
+        out for gloo: the sum is fp32, in the order of the ranks, so every run gives the same bits, and takes n elements
+        to receive. Natively the library sums, in its order and in the dtype of `full`.
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
@@ -233,7 +236,7 @@ class Layer:
     def __init__(self, name, kind, cfg, comm, device):
         self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
         with torch.device("meta"):
-            self.module = kind(cfg)  # names, shapes and forward(); it never holds a weight
+            self.module = kind(cfg)  # names and forward(); it never holds a weight
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
         weights = dict(initial.named_parameters())
@@ -251,7 +254,7 @@ class Layer:
         full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
         self.flat = full.to(self.dtype, copy=True)  # parameters (padded,) 16-bit: 2Ψ
         self.master = full  # fp32, what Adam updates (padded,): 4Ψ, with its moments 12Ψ
-        self.grad = None  # from backward to the end of the step
+        self.grad = None  # made in the backward pass, handed to Adam in fp32
 
     def __call__(self, flat, x, y):
         """flat (padded,), x the layer's input -> its output in the stored dtype, or the loss in fp32.
@@ -267,13 +270,13 @@ class Layer:
 
 
 def make_layers(cfg, comm, device):
-    """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
+    """[embedding, block 0, ..., head], one by one: what a rank keeps nothing of is gone before the next is made."""
     kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
     return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
 
 
 def named_states(layers, adam):
-    """(tensor, category) of all that lives from one step to the next."""
+    """(tensor, category) of what every step finds and leaves: the model states."""
     for layer in layers:
         yield layer.flat, "parameters"
         yield layer.master, "optimizer"
@@ -298,15 +301,15 @@ def paper_states(psi, world_size, cfg):
 def paper_volume(layers, world_size, cfg):
     """Elements that a rank sends in a step, and the formula in words."""
     psi = sum(layer.psi for layer in layers)
-    return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"  # §7.1: reduce-scatter Ψ + all-gather Ψ
+    return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"  # §7.1, §7.2.1: reduce-scatter Ψ + all-gather Ψ
 
 
 # ---- 6. The train step -----------------------------------------------------------------------------------------
 
 
 def sum_of_squares(vectors):
-    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum.
-    In pieces, because each piece is widened to 8 bytes."""
+    """The sum of the squares of all elements, 0-d float64, so precise that rounded to fp32 it hardly ever shows the
+    order of the sum. In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
         for piece in vector.chunk(16):
@@ -331,7 +334,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
     def finish_reduction():
         while reducing:
             layer, wait = reducing.pop()
-            layer.grad[layer.own] = wait().to(dtype)  # rounded here, for the second half sends 16 bits
+            layer.grad[layer.own] = wait()
             # §7.1: the second half of the all-reduce gives every rank the whole average.
             finish_gather()
             full = meter.name(layer.grad.to(dtype), "gradients")
@@ -351,8 +354,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
                 x = layer(flat, x, y)
             inputs.append(x)
 
-        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. It begins with the mean
-        # over the micro-batches, and with the scale that keeps small gradients from vanishing in float16.
+        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. The first dx is the
+        # derivative of the step's loss: 1/m, for the mean over m micro-batches, times the scale.
         dx = [torch.full((), scale / len(batches), device=meter.device)]
         for layer in reversed(layers):
             flat, x = layer.flat, inputs.pop()
@@ -389,7 +392,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
     adam.grad_scale = (norm / cfg.clip).clamp(min=1) * scale
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients of all that it updates in fp32. Together they are §3.2's fused buffer, 4Ψ bytes.
+    # Adam wants the gradients of all that it updates in fp32. Together they take 4Ψ bytes, as §3.2's fused buffer does.
     for layer in layers:
         layer.master.grad, layer.grad = layer.grad.float(), None
     meter.mark("fp32 gradients")
@@ -601,7 +604,8 @@ def choose_device(cfg):
         fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
         device, auto = torch.device("cpu"), "float32"
-        if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
+        # torchrun sets one thread where the user has set nothing; a 1 of the user's own looks the same.
+        if dist.is_torchelastic_launched() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // ranks_here))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -771,7 +775,7 @@ def main():
     fake = FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext()
     try:
         data, device = load_data(cfg), choose_device(cfg)
-        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not the default ten
+        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not ten or thirty
             backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
             dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
         else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation

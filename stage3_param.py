@@ -18,7 +18,8 @@ and volume, and every rank has equal work.
     python stage3_param.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
     git diff --no-index stage3_param.py zero_r.py               # what §6 adds
 
-Sections 3 to 6 are the subject: a model, two collectives, a layer and its state, the train step.
+Ψ is the number of parameters, N that of the ranks, § a section of the paper, arXiv 1910.02054 v3. Sections 3 to 6 of
+this file are the subject: a model, two collectives, a layer and its state, the train step.
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
@@ -77,7 +78,9 @@ class Config:
     dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
     compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
     device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
-    collectives: str = option("auto", "native: the library's own; auto: native, except on gloo", "gloo", "native")
+    collectives: str = option(
+        "auto", "gloo: as written out here; native: the library's; auto: native, except on gloo", "gloo", "native"
+    )
     overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
     data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
     log_file: str = option("", "write records to this file, one JSON object a line")
@@ -162,14 +165,14 @@ class Collectives:
 
     def start_step(self):
         self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
-        self.spans = []  # (collective, layer, its start, when the step began to wait for it, its end)
+        self.spans = []  # (collective, layer, its start, when the step began and when it ceased to wait for it)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
 
-        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. On gloo the sum
-        is taken in fp32 and in the order of the ranks, so every run gives the same bits; it takes n/N elements of fp32.
-        Natively the library sums, in its order and in the dtype of `full`.
+        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. So it is written
+        out for gloo: the sum is fp32, in the order of the ranks, so every run gives the same bits, and takes n elements
+        to receive. Natively the library sums, in its order and in the dtype of `full`.
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
@@ -237,7 +240,7 @@ class Layer:
     def __init__(self, name, kind, cfg, comm, device):
         self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
         with torch.device("meta"):
-            self.module = kind(cfg)  # names, shapes and forward(); it never holds a weight
+            self.module = kind(cfg)  # names and forward(); it never holds a weight
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
         weights = dict(initial.named_parameters())
@@ -255,7 +258,7 @@ class Layer:
         full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
         self.shard = full[self.own].to(self.dtype, copy=True)  # §5.3: parameters (padded/N,) 16-bit: 2Ψ/N
         self.master = full[self.own].clone()  # §5.1: fp32, what Adam updates (padded/N,): 4Ψ/N, with its moments 12Ψ/N
-        self.grad = None  # from backward to the end of the step
+        self.grad = None  # made in the backward pass, handed to Adam in fp32
 
     def __call__(self, flat, x, y):
         """flat (padded,), x the layer's input -> its output in the stored dtype, or the loss in fp32.
@@ -271,13 +274,13 @@ class Layer:
 
 
 def make_layers(cfg, comm, device):
-    """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
+    """[embedding, block 0, ..., head], one by one: what a rank keeps nothing of is gone before the next is made."""
     kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
     return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
 
 
 def named_states(layers, adam):
-    """(tensor, category) of all that lives from one step to the next."""
+    """(tensor, category) of what every step finds and leaves: the model states."""
     for layer in layers:
         yield layer.shard, "parameters"  # §5.3
         yield layer.master, "optimizer"
@@ -313,8 +316,8 @@ def paper_volume(layers, world_size, cfg):
 
 
 def sum_of_squares(vectors):
-    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum.
-    In pieces, because each piece is widened to 8 bytes."""
+    """The sum of the squares of all elements, 0-d float64, so precise that rounded to fp32 it hardly ever shows the
+    order of the sum. In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
         for piece in vector.chunk(16):
@@ -339,7 +342,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
     def finish_reduction():
         while reducing:
             layer, wait = reducing.pop()
-            # §5.2: of the gradient, only the slice that this rank updates stays. Slices add up over the micro-batches.
+            # §5.2: with P_g only this rank's slice of the gradient stays. Slices add up over the micro-batches.
             average = wait().to(grad_dtype)
             layer.grad = average if layer.grad is None else layer.grad.add_(average)
             meter.name(layer.grad, "gradients")
@@ -360,14 +363,14 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
             with meter.computing("forward", layer.name):
                 x = layer(flat, x, y)
             inputs.append(x)
-            del flat  # §5.3: released; of at most two layers the stored parameters are whole
+            del flat  # §5.3: released; with P_p at most two layers are whole as stored
 
-        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. It begins with the mean
-        # over the micro-batches, and with the scale that keeps small gradients from vanishing in float16.
+        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. The first dx is the
+        # derivative of the step's loss: 1/m, for the mean over m micro-batches, times the scale.
         dx = [torch.full((), scale / len(batches), device=meter.device)]
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
             flat, x = wait(), inputs.pop()  # the head's gather was started in the forward pass
-            wait = gather(following) if following else None  # §5.3: the same in reverse
+            wait = gather(following) if following else None  # §5.3: the one before it travels meanwhile
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
                 with torch.enable_grad():
@@ -387,7 +390,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
     meter.mark("before the optimizer step")
 
     # Of the average gradient every rank squares its own slice, and the sum over the ranks is the same on all of them.
-    squares = sum_of_squares([layer.grad for layer in layers])  # §5.2: it is the slice already
+    squares = sum_of_squares([layer.grad for layer in layers])  # §5.2: of the slice, which is all there is
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()
     # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
@@ -395,15 +398,15 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
     adam.grad_scale = (norm / cfg.clip).clamp(min=1) * scale
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients of all that it updates in fp32. §5.1: of §3.2's fused buffer, 4Ψ bytes, 1/N is left.
+    # Adam wants the gradients of all that it updates in fp32. §5.1: 4Ψ/N bytes, 1/N of §3.2's fused buffer.
     for layer in layers:
-        layer.master.grad, layer.grad = layer.grad.float(), None  # §5.2
+        layer.master.grad, layer.grad = layer.grad.float(), None  # §5.2: the slice already
     meter.mark("fp32 gradients")
     adam.step()
     adam.zero_grad()
     meter.mark("Adam")
     for layer in layers:
-        layer.shard.copy_(layer.master)  # §5.3: the next forward gathers what it needs
+        layer.shard.copy_(layer.master)  # §5.3: with P_p the next forward gathers
     meter.mark("parameters updated")
     return (loss / comm.world_size).float(), norm
 
@@ -607,7 +610,8 @@ def choose_device(cfg):
         fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
         device, auto = torch.device("cpu"), "float32"
-        if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
+        # torchrun sets one thread where the user has set nothing; a 1 of the user's own looks the same.
+        if dist.is_torchelastic_launched() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // ranks_here))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -777,7 +781,7 @@ def main():
     fake = FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext()
     try:
         data, device = load_data(cfg), choose_device(cfg)
-        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not the default ten
+        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not ten or thirty
             backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
             dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
         else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation

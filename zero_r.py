@@ -1,4 +1,4 @@
-"""ZeRO-R: the residual states (§6), on top of stage 3, on data x tensor parallel ranks.
+"""ZeRO-R: the residual states (§6), on top of stages 1 to 3, on data x tensor parallel ranks.
 
 `--mp M` makes every M neighbouring ranks one replica, whose blocks are cut M ways as Megatron cuts them; ZeRO-DP works
 among the N ranks that hold the same part, and Ψ counts one part. ZeRO-R then shrinks the rest of the memory:
@@ -13,7 +13,7 @@ among the N ranks that hold the same part, and Ψ counts one part. ZeRO-R then s
     torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
     python zero_r.py --simulate-ranks 400 --mp 16 --layers 125 --width 8192 --heads 64 --buffer-elements 67108864
 
-Sections 3 to 6 are the subject; P_a, C_B and M_D have a heading each in section 5.
+Sections 3 to 6 are the subject; P_a, C_B and M_D have a heading each in section 5, and stages 1 and 2 are options here.
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
@@ -73,7 +73,9 @@ class Config:
     dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
     compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
     device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
-    collectives: str = option("auto", "native: the library's own; auto: native, except on gloo", "gloo", "native")
+    collectives: str = option(
+        "auto", "gloo: as written out here; native: the library's; auto: native, except on gloo", "gloo", "native"
+    )
     overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
     data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
     log_file: str = option("", "write records to this file, one JSON object a line")
@@ -207,14 +209,14 @@ class Collectives:
 
     def start_step(self):
         self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
-        self.spans = []  # (collective, layer, its start, when the step began to wait for it, its end)
+        self.spans = []  # (collective, layer, its start, when the step began and when it ceased to wait for it)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
 
-        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. On gloo the sum
-        is taken in fp32 and in the order of the ranks, so every run gives the same bits; it takes n/N elements of fp32.
-        Natively the library sums, in its order and in the dtype of `full`.
+        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. So it is written
+        out for gloo: the sum is fp32, in the order of the ranks, so every run gives the same bits, and takes n elements
+        to receive. Natively the library sums, in its order and in the dtype of `full`.
         """
         if self.native:
             shard = full.new_empty(full.numel() // self.world_size)
@@ -307,7 +309,7 @@ class Layer:
         self.shard = full[self.own].to(self.dtype, copy=True) if self.flat is None else self.flat[self.own]
         self.master = full[self.own].clone()  # §5.1: fp32, what Adam updates (padded/N,): 4Ψ/N, with its moments 12Ψ/N
         self.whole_grad = cfg.partition == "os"  # §5.1: and not just this rank's slice
-        self.grad = None  # from backward to the end of the step
+        self.grad = None  # made in the backward pass, handed to Adam in fp32
         self.grad_slot = self.input_slot = None  # §6.3, M_D: their places in the contiguous buffers
 
     @property
@@ -336,13 +338,13 @@ def cut(name, weight, replica):
 
 
 def make_layers(cfg, comm, device):
-    """[embedding, block 0, ..., head]. One layer's fp32 weights are gone before the next layer's are made."""
+    """[embedding, block 0, ..., head], one by one: what a rank keeps nothing of is gone before the next is made."""
     kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
     return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
 
 
 def named_states(layers, adam):
-    """(tensor, category) of all that lives from one step to the next."""
+    """(tensor, category) of what every step finds and leaves: the model states."""
     for layer in layers:
         yield layer.shard, "parameters"  # §5.3; of a whole vector a view, and the meter sees the whole
         yield layer.master, "optimizer"
@@ -472,8 +474,8 @@ def empty_gradient(layer, dtype, meter):
 
 
 def sum_of_squares(layers, cfg):
-    """The sum of the squares of all elements, 0-d float64, so that its rounding to fp32 forgets the order of the sum.
-    In pieces, because each piece is widened to 8 bytes."""
+    """The sum of the squares of all elements, 0-d float64, so precise that rounded to fp32 it hardly ever shows the
+    order of the sum. In pieces, because each piece is widened to 8 bytes."""
     total = torch.zeros((), dtype=torch.float64, device=layers[0].master.device)
     for layer in layers:
         end = max(0, layer.cut - layer.own.start)
@@ -505,7 +507,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
     def finish_reduction():
         while reducing:
             layer, pieces, wait = reducing.pop()
-            # §5.2: of the gradient, only the slice that this rank updates stays. Slices add up over the micro-batches.
+            # §5.2: with P_g only this rank's slice of the gradient stays. Slices add up over the micro-batches.
             fresh = layer.grad is None or layer.whole_grad  # P_os: the average takes the place of the own sum
             layer.grad = empty_gradient(layer, grad_dtype, meter) if layer.grad is None else layer.grad
             start = 0
@@ -537,14 +539,14 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
                 x = layer(flat, x, y)
             # §6.1: a rank keeps its slice. Not of the head's input, which is needed again at once.
             inputs.append((lambda x=x: x) if following is layers[-1] else keep_input(x, following, cfg, comm, meter))
-            del flat  # §5.3: released; of at most two layers the stored parameters are whole
+            del flat  # §5.3: released; with P_p at most two layers are whole as stored
 
-        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. It begins with the mean
-        # over the micro-batches, and with the scale that keeps small gradients from vanishing in float16.
+        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. The first dx is the
+        # derivative of the step's loss: 1/m, for the mean over m micro-batches, times the scale.
         dx = [torch.full((), scale / len(batches), device=meter.device)]
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
             flat, x = wait(), inputs.pop()()  # §6.1: whole again, one at a time
-            wait = gather(following) if following else None  # §5.3: the same in reverse
+            wait = gather(following) if following else None  # §5.3: the one before it travels meanwhile
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
                 with torch.enable_grad():
@@ -579,7 +581,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
     adam.grad_scale = (norm / cfg.clip).clamp(min=1) * scale
     adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients of all that it updates in fp32. §6.2, C_B: a group is one piece of constant size.
+    # Adam wants the gradients of all that it updates in fp32. §6.2, C_B: a group is one piece, else the whole model.
     for group in groups:
         adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam doesn't walk through all
         for layer, start, piece in group:
@@ -590,14 +592,14 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
     meter.mark("Adam")
     for layer in layers:
         layer.grad = None
-        layer.shard.copy_(layer.master)  # §5.3: the next forward gathers what it needs
+        layer.shard.copy_(layer.master)  # §5.3: with P_p the next forward gathers
     for wait in [comm.all_gather(layer.flat, layer.name) for layer in layers if layer.flat is not None]:
         wait()  # §5.1: P_os and P_os+g hand out the updated slices here
     meter.mark("parameters updated")
     return (loss / comm.world_size).float(), norm
 
 
-# ==== All below is the same in every stage: the instrument that measures the step, and the run that calls it. ====
+# ==== Below: the stages' instrument and run, with what host memory, replicas and the options above need. ==========
 
 # ---- 7. The memory meter ---------------------------------------------------------------------------------------
 
@@ -844,7 +846,8 @@ def choose_device(cfg):
         fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
         device, auto = torch.device("cpu"), "float32"
-        if dist.is_torchelastic_launched() and os.environ["OMP_NUM_THREADS"] == "1":  # torchrun's, if no one set it
+        # torchrun sets one thread where the user has set nothing; a 1 of the user's own looks the same.
+        if dist.is_torchelastic_launched() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // ranks_here))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -1051,7 +1054,7 @@ def main():
     fake = FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext()
     try:
         data, device = load_data(cfg), choose_device(cfg)
-        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not the default ten
+        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not ten or thirty
             backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
             dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
         else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
