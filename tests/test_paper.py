@@ -107,7 +107,7 @@ def test_pa_of_the_100b_model():
 # ---- Figures 6, 7 and 8 ----
 
 
-@pytest.mark.parametrize(("layers", "batch"), [(50, 16), (125, 32)])
+@pytest.mark.parametrize(("layers", "batch"), [(50, 16), *with_all((125, 32))])
 def test_differences_of_figure_7(layers, batch):
     for step, (ours, argued) in paper.differences(layers, batch).items():
         assert ours == pytest.approx(argued, rel=0.02), step
@@ -131,6 +131,7 @@ def test_order_of_figure_6():
     assert C1 < C3 < C2 < C4 < C5  # 40B, 50B, 60B, 140B, 150B
 
 
+@pytest.mark.slow
 def test_batches_of_figure_8():
     ours = {config: paper.largest_batch(config) for config in paper.CONFIGS}
     assert ours["C1"] < ours["C2"] and ours["C1"] < ours["C3"] < ours["C4"] < ours["C5"]
