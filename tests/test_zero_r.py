@@ -114,8 +114,9 @@ def test_buffers_grow_without_cb():
 
 @pytest.mark.parametrize("config", ("C2", "full"))
 def test_fragmentation(config):
-    """§6.3: of a model whose layers' temporaries are of the size of what is kept."""
+    """§6.3: of a model whose layers' temporaries are of the size of what is kept, in 16 bits as that."""
     options = "--layers 8 --width 512 --heads 8 --context 128 --batch 2 --simulate-ranks 8 --mp 2".split()
+    options += ["--compute", "bfloat16"]
     (without,), (with_md,) = (
         launch("zero_r.py", *options, "--config", config, "--md", md).of("memory") for md in ("off", "on")
     )
@@ -143,6 +144,7 @@ def test_first_fit(module):
     assert module.first_fit(trace, {a, b, c, d, e, other}) == (50, 50)
 
 
+@pytest.mark.slow
 def test_order_of_figure_7():
     """Where gradients weigh more than what a layer computes with, and kept inputs as well."""
     options = "--layers 8 --width 1024 --heads 16 --context 256 --batch 8 --simulate-ranks 64 --mp 4".split()
