@@ -370,7 +370,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
         dx = [torch.full((), scale / len(batches), device=meter.device)]
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
             flat, x = wait(), inputs.pop()  # the head's gather was started in the forward pass
-            wait = gather(following) if following else None  # §5.3: the one before it travels meanwhile
+            wait = gather(following) if following else None  # §5.3: the same in reverse
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
                 with torch.enable_grad():

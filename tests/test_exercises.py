@@ -7,11 +7,13 @@ import sys
 import textwrap
 from contextlib import redirect_stdout
 
+import matplotlib
 import nbformat
 import pytest
 from launch import ROOT
 
-os.environ |= {"ZERO_SMALL": "1", "MPLBACKEND": "Agg"}
+os.environ["ZERO_SMALL"] = "1"
+matplotlib.use("Agg")
 sys.path.append(str(ROOT / "notebooks"))
 
 import exercise  # noqa: E402

@@ -53,6 +53,7 @@ def test_there_are_six():
     assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_and_its_solutions_are_right(path, monkeypatch, tmp_path):
     """In a copy of the project, for a notebook writes exercises beside itself."""
