@@ -1,4 +1,4 @@
-"""How time, memory and volume of a step grow: python tests/growth.py draws notebooks/growth.png, in about five minutes.
+"""How time, memory and volume of a step grow: python tests/growth.py draws notebooks/growth.png, on an idle machine.
 
 Each column of the picture changes one option of a small model on two ranks. Memory and volume stand beside the formulas
 that the runs themselves print: the states (the peak holds activations and buffers besides) and what a rank sends. Time
