@@ -1,4 +1,4 @@
-"""The stages beside what PyTorch ships: python tests/peers.py prints the README's table, four minutes of it with --ranks 2 (Linux).
+"""The stages beside what PyTorch ships: python tests/peers.py prints the README's table, --ranks 2 a part (Linux).
 
 DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard (as notebooks/peers.py sets them up), one rank that
 communicates with nobody, and our stages: the same modules, initial weights, data, clipping and fused Adam, fp32, each
