@@ -161,11 +161,7 @@ class Collectives:
         # time of broadcasts. NCCL's are right, and 1024 broadcasts a layer would make a simulation slow.
         self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
         self.overlap, self.meter = cfg.overlap == "on", meter
-        self.start_step()
-
-    def start_step(self):
         self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
-        self.spans = []  # (collective, layer, its start, when the step began and when it ceased to wait for it)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
@@ -211,7 +207,7 @@ class Collectives:
             stood = self.meter.now()
             while works:
                 works.pop(0).wait()
-            self.spans.append((name, layer, start, stood, self.meter.now()))
+            self.meter.spans.append((name, layer, start, stood, self.meter.now()))
             self.meter.settle(tensors)
             return result()
 
@@ -425,6 +421,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.device, self.running = device, False
         self.default = "buffers"  # what a storage is until it is named
+        self.spans = []  # (what, layer, its start, when the step began and when it ceased to wait for it)
 
     def start(self, named):
         """Begins a trace with the (tensor, category) pairs that are alive already."""
@@ -434,7 +431,6 @@ class Meter(TorchDispatchMode):
         self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
         self.category = []  # number of a storage -> its category
         self.number = {}  # id() of a living storage -> its number
-        self.spans = []  # (what, layer, start, end, end) of what is computed, shaped as those of Collectives
         for tensor, category in named:
             self.name(tensor, category)
 
@@ -485,7 +481,7 @@ class Meter(TorchDispatchMode):
         yield
         self.default = "buffers"
         if self.running:
-            self.spans.append((what, layer, start, self.now(), self.now()))
+            self.spans.append((what, layer, start, self.now(), self.now()))  # nothing waits for it
             self.mark(f"{what} {layer}")
 
     def now(self):
@@ -509,9 +505,9 @@ class Meter(TorchDispatchMode):
                 most, peak = total, dict(live)
         return timeline, peak
 
-    def timed(self, spans):
+    def timed(self):
         """Spans as records: start and end in ms from the start of the trace, and how long the rank stood waiting."""
-        for what, layer, start, stood, end in spans:
+        for what, layer, start, stood, end in self.spans:
             times = {"start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
             yield {"what": what, "layer": layer, **times, "waited_ms": elapsed_ms(stood, end)}
 
@@ -694,7 +690,7 @@ def run(cfg, data, device, log):
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
         adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
-        comm.start_step()
+        comm.sent, meter.spans = {}, []  # of each step anew
         metered = step == cfg.steps - 1
         if metered:
             meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
@@ -709,7 +705,7 @@ def run(cfg, data, device, log):
         fields = {"loss": loss if math.isfinite(loss) else None, "norm": norm if finite else None, "loss_scale": scale}
         speed = "metered"  # and so slowed down: its time says nothing
         if not metered:
-            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in comm.spans)))
+            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in meter.spans)))
             fields |= {"ms": ms, "tokens_per_s": 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms}
             speed = f"{ms:7.1f} ms | {fields['tokens_per_s']:9,.0f} tok/s"
         note = "" if finite else f" | skipped: gradient not finite{f', at a loss scale of {scale:g}' * scaled}"
@@ -738,7 +734,7 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     mine |= {"peak": sum(peak.values()), "at_peak": peak}
     if meter.device.type == "cuda":  # the most that PyTorch's allocator handed out, and took from the GPU for it
         mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    events = {"memory": [mine], "timeline": timeline, "span": [*meter.timed(meter.spans + comm.spans)]}
+    events = {"memory": [mine], "timeline": timeline, "span": [*meter.timed()]}
     everyone = from_all_ranks(events, cfg)
     for rank, events in enumerate(everyone):
         for event, fields in ((event, fields) for event, records in events.items() for fields in records):
@@ -754,16 +750,20 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
             row = events["memory"][0] | (events["memory"][0]["at_peak"] if columns is at_peak else {})
             print(f"{rank:4}" + "".join(f"{row[column] / unit:13,.2f}" for column in columns))
 
-    total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
-    expected, words = paper_volume(layers, N, cfg)
-    volume = {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
+    volume = traffic(f"in a step, (N-1)/N = {(N - 1) / N:.4f}", comm, psi, *paper_volume(layers, N, cfg))
     record("communication", psi=psi, **volume, waited_ms=waited_ms)
-    print(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
-    for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
-        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
-    print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
     if step_ms:
         print(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
+
+
+def traffic(where, comm, psi, expected, words):
+    """Prints what a rank has sent, beside the paper's formula in elements and in words. Returns a record of it."""
+    total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
+    print(f"\nSent by each rank {where}:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
+    for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
+        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
+    print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}")
+    return {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
 
 
 def main():

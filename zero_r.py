@@ -1,7 +1,8 @@
 """ZeRO-R: the residual states (§6), on top of stages 1 to 3, on data x tensor parallel ranks.
 
 `--mp M` makes every M neighbouring ranks one replica, whose blocks are cut M ways as Megatron cuts them; ZeRO-DP works
-among the N ranks that hold the same part, and Ψ counts one part. ZeRO-R then shrinks the rest of the memory:
+among the N ranks that hold the same part, and Ψ counts one part. Stages 1 and 2 are options here (--partition). ZeRO-R
+then shrinks the rest of the memory; each of its three parts has a heading in section 5:
 
     P_a  --pa on  §6.1  of a layer input that all M ranks of a replica keep, each keeps 1/M (--pa cpu: in host memory)
     C_B  --cb on  §6.2  fused buffers have a constant size (--buffer-elements), not one that grows with the model
@@ -13,7 +14,8 @@ among the N ranks that hold the same part, and Ψ counts one part. ZeRO-R then s
     torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
     python zero_r.py --simulate-ranks 400 --mp 16 --layers 125 --width 8192 --heads 64 --buffer-elements 67108864
 
-Sections 3 to 6 are the subject; P_a, C_B and M_D have a heading each in section 5, and stages 1 and 2 are options here.
+Ψ is the number of parameters, N that of the ranks, § a section of the paper, arXiv 1910.02054 v3. Sections 3 to 6 of
+this file are the subject: a model, two collectives, a layer and its state, the train step.
 """
 
 # ---- 1. Imports ------------------------------------------------------------------------------------------------
@@ -205,11 +207,7 @@ class Collectives:
         # time of broadcasts. NCCL's are right, and 1024 broadcasts a layer would make a simulation slow.
         self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
         self.overlap, self.meter = cfg.overlap == "on", meter
-        self.start_step()
-
-    def start_step(self):
         self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
-        self.spans = []  # (collective, layer, its start, when the step began and when it ceased to wait for it)
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
@@ -255,7 +253,7 @@ class Collectives:
             stood = self.meter.now()
             while works:
                 works.pop(0).wait()
-            self.spans.append((name, layer, start, stood, self.meter.now()))
+            self.meter.spans.append((name, layer, start, stood, self.meter.now()))
             self.meter.settle(tensors)
             return result()
 
@@ -284,7 +282,7 @@ class Layer:
     def __init__(self, name, kind, cfg, comm, device):
         self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
         with torch.device("meta"):
-            self.module = kind(cfg)  # names, shapes and forward(); it never holds a weight
+            self.module = kind(cfg)  # names and forward(); it never holds a weight
         self.module.replica = comm.replica
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
@@ -346,7 +344,7 @@ def make_layers(cfg, comm, device):
 def named_states(layers, adam):
     """(tensor, category) of what every step finds and leaves: the model states."""
     for layer in layers:
-        yield layer.shard, "parameters"  # §5.3; of a whole vector a view, and the meter sees the whole
+        yield layer.shard, "parameters"  # §5.3
         yield layer.master, "optimizer"
     for state in adam.state.values():
         yield state["exp_avg"], "optimizer"
@@ -399,25 +397,50 @@ def empty_inputs(size, dtype, cfg, device):
     return torch.empty(size, dtype=dtype, device="cpu" if cfg.pa == "cpu" else device, pin_memory=pinned)
 
 
+def copy_beside(stream, target, source):
+    """Copies between GPU and host, after all that the GPU has been given so far, beside what follows. On a CPU: now."""
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())
+    if stream and source.is_cuda:
+        source.record_stream(stream)  # so that its memory is not given away before the copy is made
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+
+
+def at_hand(x):
+    """A kept input that is whole and here."""
+    return lambda: lambda: x
+
+
 def keep_input(x, layer, cfg, comm, meter):
-    """Keeps a block's input (B, T, C) until its backward. Returns the function that brings it back."""
-    replica, M = comm.replica, cfg.mp if cfg.pa != "off" else 1
+    """Keeps a block's input (B, T, C) until its backward. Returns `fetch`, which starts to bring it back and returns
+    `wait`, which returns it: as for the parameters, a layer ahead."""
+    replica, M, stream = comm.replica, cfg.mp if cfg.pa != "off" else 1, comm.copying
     if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
-        return lambda x=meter.keep(x, "activations"): x
-    shape, part, rank = x.shape, x.numel() // M, replica.rank if M > 1 else 0
-    own = slice(rank * part, (rank + 1) * part)
-    kept = empty_inputs(part, x.dtype, cfg, x.device) if layer.input_slot is None else layer.input_slot
+        return at_hand(meter.keep(x, "activations"))
+    shape, size, rank = x.shape, x.numel() // M, replica.rank if M > 1 else 0
+    kept = empty_inputs(size, x.dtype, cfg, x.device) if layer.input_slot is None else layer.input_slot
     meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
-    kept.copy_(x.flatten()[own], non_blocking=True)
+    copy_beside(stream, kept, x.flatten().chunk(M)[rank])
 
-    def bring_back():
-        if M == 1 and cfg.pa != "cpu":
-            return kept.view(shape)
-        full = meter.name(torch.empty(part * M, dtype=kept.dtype, device=meter.device), "activations")
-        full[own].copy_(kept, non_blocking=True)
-        return (replica.all_gather(full, layer.name)() if M > 1 else full).view(shape)
+    def fetch():
+        part = kept
+        if cfg.pa == "cpu":
+            part = meter.name(torch.empty_like(kept, device=meter.device), "activations")
+            copy_beside(stream, part, kept)
 
-    return bring_back
+        def wait():
+            if stream:
+                torch.cuda.current_stream().wait_stream(stream)
+            if M == 1:
+                return part.view(shape)
+            full = meter.name(torch.empty(size * M, dtype=kept.dtype, device=meter.device), "activations")
+            full.chunk(M)[rank].copy_(part)
+            return replica.all_gather(full, layer.name)().view(shape)
+
+        return wait
+
+    return fetch
 
 
 # -- §6.2, C_B: what is fused has a constant size: the pieces of a reduction, of the fp32 gradients, of the norm --
@@ -530,7 +553,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
 
     for micro, (tokens, y) in enumerate(batches):
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
-        x, inputs = tokens, [lambda x=tokens: x]
+        x, inputs = tokens, [at_hand(tokens)]
         wait = gather(layers[0])
         for layer, following in zip(layers, layers[1:]):
             flat = wait()
@@ -538,15 +561,17 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
             with meter.computing("forward", layer.name):
                 x = layer(flat, x, y)
             # §6.1: a rank keeps its slice. Not of the head's input, which is needed again at once.
-            inputs.append((lambda x=x: x) if following is layers[-1] else keep_input(x, following, cfg, comm, meter))
+            inputs.append(at_hand(x) if following is layers[-1] else keep_input(x, following, cfg, comm, meter))
             del flat  # §5.3: released; with P_p at most two layers are whole as stored
 
         # Backward, in reverse order: recompute a layer from its input, differentiate, forget. The first dx is the
         # derivative of the step's loss: 1/m, for the mean over m micro-batches, times the scale.
         dx = [torch.full((), scale / len(batches), device=meter.device)]
+        wait_input = inputs.pop()()
         for layer, following in zip(layers[::-1], [*layers[-2::-1], None]):
-            flat, x = wait(), inputs.pop()()  # §6.1: whole again, one at a time
+            flat, x = wait(), wait_input()  # §6.1: whole again, one at a time
             wait = gather(following) if following else None  # §5.3: the same in reverse
+            wait_input = inputs.pop()() if following else None  # §6.1: on its way from the host, with P_a+cpu
             with meter.computing("backward", layer.name):
                 wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
                 with torch.enable_grad():
@@ -619,6 +644,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.device, self.running = device, False
         self.default = "buffers"  # what a storage is until it is named
+        self.spans = []  # (what, layer, its start, when the step began and when it ceased to wait for it)
 
     def start(self, named):
         """Begins a trace with the (tensor, category) pairs that are alive already."""
@@ -629,7 +655,6 @@ class Meter(TorchDispatchMode):
         self.category = []  # number of a storage -> its category
         self.number = {}  # id() of a living storage -> its number
         self.kept = set()  # numbers of the long-lived storages that M_D is about: kept layer inputs and gradients
-        self.spans = []  # (what, layer, start, end, end) of what is computed, shaped as those of Collectives
         for tensor, category in named:
             self.name(tensor, category)
 
@@ -686,7 +711,7 @@ class Meter(TorchDispatchMode):
         yield
         self.default = "buffers"
         if self.running:
-            self.spans.append((what, layer, start, self.now(), self.now()))
+            self.spans.append((what, layer, start, self.now(), self.now()))  # nothing waits for it
             self.mark(f"{what} {layer}")
 
     def now(self):
@@ -722,9 +747,9 @@ class Meter(TorchDispatchMode):
             found[name] = space / live - 1
         return found
 
-    def timed(self, spans):
+    def timed(self):
         """Spans as records: start and end in ms from the start of the trace, and how long the rank stood waiting."""
-        for what, layer, start, stood, end in spans:
+        for what, layer, start, stood, end in self.spans:
             times = {"start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
             yield {"what": what, "layer": layer, **times, "waited_ms": elapsed_ms(stood, end)}
 
@@ -903,15 +928,6 @@ def agree(cfg, data):
             fail(f"--{name.replace('_', '-')} differs between the ranks: {value} on rank 0, {other} elsewhere")
 
 
-def make_groups(M):
-    """This rank's group among those that hold the same part, and its group within its replica, with the world's limit
-    of time: a group's own default is half an hour."""
-    rows = [range(first, first + M) for first in range(0, dist.get_world_size(), M)]
-    for lists in (zip(*rows), rows):
-        ranks = [list(part) for part in lists]
-        yield dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=60))[0]
-
-
 def run(cfg, data, device, log):
     """Trains and reports. Rank 0 prints, and writes records to the file `log`."""
 
@@ -921,8 +937,11 @@ def run(cfg, data, device, log):
     agree(cfg, data)
     meter = Meter(device)
     # M neighbours are a replica; ranks M apart have the same part of the model, and ZeRO-DP is among them.
-    comm, replica = (Collectives(cfg, meter, group) for group in make_groups(cfg.mp))
-    comm.replica = replica
+    rows = [tuple(range(first, first + cfg.mp)) for first in range(0, dist.get_world_size(), cfg.mp)]
+    limit = timedelta(seconds=60)  # the world's; a group's own default is half an hour
+    both = (dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] for ranks in ([*zip(*rows)], rows))
+    comm, replica = (Collectives(cfg, meter, group) for group in both)
+    comm.replica, comm.copying = replica, torch.cuda.Stream() if device.type == "cuda" and cfg.pa == "cpu" else None
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
     layers = make_layers(cfg, comm, device)
     check_layers(layers)
@@ -942,9 +961,8 @@ def run(cfg, data, device, log):
         f"{cfg.context} tokens."
     )
     print(f"Each is a replica of {cfg.mp} tensor-parallel ranks, and Ψ is what one of these holds.")
-    print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}, C_B {cfg.cb}, M_D {cfg.md}.")
-    if cfg.pa != "off" and cfg.mp == 1:
-        print("P_a has nothing to partition at --mp 1: every rank is a replica and keeps whole layer inputs.")
+    idle = " (nothing to partition at --mp 1)" if cfg.pa != "off" and cfg.mp == 1 else ""
+    print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}{idle}, C_B {cfg.cb}, M_D {cfg.md}.")
     if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
@@ -954,8 +972,7 @@ def run(cfg, data, device, log):
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
         adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
-        comm.start_step()
-        replica.start_step()
+        comm.sent, replica.sent, meter.spans = {}, {}, []  # of each step anew
         metered = step == cfg.steps - 1
         if metered:
             meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
@@ -972,7 +989,7 @@ def run(cfg, data, device, log):
         fields = {"loss": loss if math.isfinite(loss) else None, "norm": norm if finite else None, "loss_scale": scale}
         speed = "metered"  # and so slowed down: its time says nothing
         if not metered:
-            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in comm.spans + replica.spans)))
+            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in meter.spans)))
             fields |= {"ms": ms, "tokens_per_s": 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms}
             speed = f"{ms:7.1f} ms | {fields['tokens_per_s']:9,.0f} tok/s"
         note = "" if finite else f" | skipped: gradient not finite{f', at a loss scale of {scale:g}' * scaled}"
@@ -1001,11 +1018,7 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     mine |= {"peak": sum(peak.values()) - peak["host"], "at_peak": peak} | meter.residual()
     if meter.device.type == "cuda":  # the most that PyTorch's allocator handed out, and took from the GPU for it
         mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    events = {
-        "memory": [mine],
-        "timeline": timeline,
-        "span": [*meter.timed(meter.spans + comm.spans + comm.replica.spans)],
-    }
+    events = {"memory": [mine], "timeline": timeline, "span": [*meter.timed()]}
     everyone = from_all_ranks(events, cfg)
     for rank, events in enumerate(everyone):
         for event, fields in ((event, fields) for event, records in events.items() for fields in records):
@@ -1021,28 +1034,26 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
             row = events["memory"][0] | (events["memory"][0]["at_peak"] if columns is at_peak else {})
             print(f"{rank:4}" + "".join(f"{row[column] / unit:13,.2f}" for column in columns))
 
-    kept = everyone[0]["memory"][0]
-    print("Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.".format(**kept))
     print(
-        "A modelled first-fit heap would be {fragmentation:.1%} larger than what lives in it; for inputs and gradients "
-        "alone {fragmentation_kept:.1%}.".format(**kept)
+        "Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.\nA modelled first-fit "
+        "heap would be {fragmentation:.1%} larger than what lives in it; for inputs and gradients alone "
+        "{fragmentation_kept:.1%}.".format(**everyone[0]["memory"][0])
     )
-    total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
-    expected, words = paper_volume(layers, N, cfg)
-    volume = {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
-    within = sum((sent for what, sent in comm.replica.sent.items() if what != "scalars"), collections.Counter())
-    tensor = {key: within[key] for key in ("calls", "elements", "bytes")}
-    tensor |= {"formula": paper_tensor_volume(cfg), "collectives": comm.replica.sent}
+    volume = traffic(f"in a step, (N-1)/N = {(N - 1) / N:.4f}", comm, psi, *paper_volume(layers, N, cfg))
+    tensor = traffic("within its replica", comm.replica, psi, paper_tensor_volume(cfg), "12 BTC, P_a 13 BTC a block")
     record("communication", psi=psi, **volume, waited_ms=waited_ms, tensor=tensor)
-    print(f"\nSent by each rank in a step:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
-    for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
-        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
-    print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}   with (N-1)/N = {(N - 1) / N:.4f}")
-    for what, sent in [*comm.replica.sent.items(), ("within the replica", within)]:
-        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}")
-    print(f"{'paper: 12 BTC, P_a 13 BTC a block':35}{tensor['formula']:20,}")
     if step_ms:
         print(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
+
+
+def traffic(where, comm, psi, expected, words):
+    """Prints what a rank has sent, beside the paper's formula in elements and in words. Returns a record of it."""
+    total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
+    print(f"\nSent by each rank {where}:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
+    for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
+        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
+    print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}")
+    return {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
 
 
 def main():

@@ -223,15 +223,16 @@ def whole_input(batch):
 
 def differences(layers, batch):
     """{step: (GB by our runs, GB by the argument)} for the steps of Figure 7: P_g frees gradients, 2Ψ/16·(1 - 1/25);
-    P_a frees fifteen sixteenths of a checkpoint a layer, and needs one whole input at a time again; P_a+cpu the rest.
-    The figure's 5.6 GB for P_a at 40B instead of our 12.3 fits one checkpoint every two layers: half of it, 6.2."""
+    P_a frees fifteen sixteenths of a checkpoint a layer, and needs one whole input at a time again; P_a+cpu the rest,
+    but for the slice on its way back. The figure's 5.6 GB for P_a at 40B instead of our 12.3 fits one checkpoint every
+    two layers: half of it, 6.2."""
     gradients = 2 * (12 * layers * 8192**2) / 16 * (1 - 1 / 25) / GB
     one, GBs = whole_input(batch), {config: peak(config, layers, batch) for config in CONFIGS}
     return {
         ("C1", "C3"): (GBs["C1"] - GBs["C3"], gradients),
         ("C1", "C2"): (GBs["C1"] - GBs["C2"], layers * one * 15 / 16 - one),
         ("C3", "C4"): (GBs["C3"] - GBs["C4"], layers * one * 15 / 16 - one),
-        ("C4", "C5"): (GBs["C4"] - GBs["C5"], layers * one / 16),
+        ("C4", "C5"): (GBs["C4"] - GBs["C5"], (layers - 1) * one / 16),
     }
 
 

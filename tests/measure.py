@@ -41,7 +41,7 @@ ZERO_R_COLUMNS = (
 
 def zero_r_row(config):
     """Of rank 0 of 2 x 2 simulated ranks, which counts the same bytes as a real one (test_zero_r.py)."""
-    run = launch("zero_r.py", *OPTIONS, "--simulate-ranks", 4, "--mp", 2, "--config", config)
+    run = launch("zero_r.py", *OPTIONS, "--collectives", "gloo", "--simulate-ranks", 4, "--mp", 2, "--config", config)
     ((rank,), (sent,), (cfg,)) = (run.of(event) for event in ("memory", "communication", "config"))
     sizes = [rank[column] for column in ("states", "kept", "kept_host")]
     sizes += [rank["at_peak"]["activations"], rank["at_peak"]["buffers"], rank["peak"]]

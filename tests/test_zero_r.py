@@ -215,7 +215,7 @@ def test_bad_input(options, contains):
 
 
 def test_pa_without_tensor_parallelism():
-    line = "P_a has nothing to partition at --mp 1"
+    line = "P_a cpu (nothing to partition at --mp 1)"
     assert sum(line in said for said in zero_r("full", shape=(1, 1), dtype="float32").out.splitlines()) == 1
     assert line not in zero_r("full").out and line not in zero_r("none", shape=(1, 1), simulate=True).out
 
