@@ -199,9 +199,10 @@ def zero_r(config, layers, batch, ranks=400, width=8192, heads=64, mp=16, **more
 
 def peak(config, layers, batch, ranks=400, **shape):
     """GB at the peak, from four runs: it is affine in the layers and in the batch, once both are large enough that the
-    peak is in a block's backward (below batch 8 it may be in the optimizer step, a few tenths of a GB higher)."""
-    corners = {at: zero_r(config, *at, ranks, **shape)["peak"] for at in ((2, 8), (4, 8), (2, 16), (4, 16))}
-    at_8, at_16 = (line((2, 4), (corners[2, size], corners[4, size]), layers) for size in (8, 16))
+    peak is in the backward of a block between two others (below batch 8 it may be in the optimizer step, a few tenths
+    of a GB higher)."""
+    corners = {at: zero_r(config, *at, ranks, **shape)["peak"] for at in ((3, 8), (5, 8), (3, 16), (5, 16))}
+    at_8, at_16 = (line((3, 5), (corners[3, size], corners[5, size]), layers) for size in (8, 16))
     return line((8, 16), (at_8, at_16), batch) / GB
 
 
@@ -248,9 +249,9 @@ def unexplained(layers=50, batch=16, every=1):
 
 def step_of_60b(ranks, batch):
     """What one GPU of §10.3's 60B model does in a step: (seconds of computing, seconds of sending among the replicas).
-    An estimate: operations at the paper's speed, and the bytes, along the line from 2 and 4 layers, on its network."""
-    runs = [zero_r("C4", layers, 8, ranks) for layers in (2, 4)]
-    sent, psi = (line((2, 4), values, 75) for values in zip(*((run["sent"]["bytes"], run["psi"]) for run in runs)))
+    An estimate: operations at the paper's speed, and the bytes, along the line from 3 and 5 layers, on its network."""
+    runs = [zero_r("C4", layers, 8, ranks) for layers in (3, 5)]
+    sent, psi = (line((3, 5), values, 75) for values in zip(*((run["sent"]["bytes"], run["psi"]) for run in runs)))
     return operations(psi, batch * 1024) / SPEED, seconds(sent, min(NETWORKS.values()))
 
 
