@@ -6,7 +6,8 @@ Nothing in it depends on the speed of the machine or on the version of the text,
 
 from launch import STAGES, launch
 
-RANKS = (1, 2, 4)
+RANKS = (2, 4)
+CONFIGS = ("none", "C1", "C2", "C3", "C4", "C5", "full")
 OPTIONS = ("--steps", 1, "--device", "cpu")
 COLUMNS = (
     "file", "N", "parameters", "gradients", "optimizer", "states", "formula", "activations at peak", "buffers at peak",
@@ -62,7 +63,7 @@ def table():
 
 
 def zero_r_table():
-    rows = [zero_r_row(config) for config in ("none", "C1", "C2", "C3", "C4", "C5", "full")]
+    rows = [zero_r_row(config) for config in CONFIGS]
     return "\n".join([line(*ZERO_R_COLUMNS), line(*["---"] * 3, *["--:"] * len(ZERO_R_COLUMNS[3:])), *rows])
 
 

@@ -9,16 +9,18 @@ The recomputation of torch.utils.checkpoint stops early: it leaves out a block's
 pass does not need. That is 1/12 of all products, and our stages do compute it. It is off here, but in `alone_early`,
 which shows what it is worth; `--early-stop` leaves it on in all. `--sizes`, `--ranks` and `--rounds` run a part.
 
-Times are medians over the rounds, ratios medians of the ratios within a round with their quartiles. Bytes sent are the
-kernel's count. Our stages keep an fp32 master copy besides the stored parameters, as §3.1 does for 16 bits: stored in
-fp32 that is 4Ψ bytes more than a peer needs, 4Ψ/N from stage 1 on, and is in their peak. `alone` trains on a rank's own
-data, so its loss is another.
+Times are ratios within a round: their median, and their quartiles. Bytes sent are the kernel's count. Our stages keep
+an fp32 master copy besides the stored parameters, as §3.1 does for 16 bits: stored in fp32 that is 4Ψ bytes more than a
+peer needs, 4Ψ/N from stage 1 on, and is in their peak. All but `alone`, which trains on a rank's own data, must end at
+the same loss.
 """
 
 import argparse
 import functools
 import gc
 import importlib
+import json
+import math
 import pathlib
 import random
 import statistics
@@ -169,13 +171,11 @@ def worker(options):
         gc.collect()  # a model must not be the last to hold the group, whose threads would outlive it
         if dist.get_rank() == 0:
             for way, (seconds, sent, live, loss) in found.items():
+                assert way.startswith("alone") or math.isclose(loss, found["ddp"][3], rel_tol=1e-4), (way, loss)
                 against = ratio(seconds, found[PEERS[way]][0]) if way in PEERS else ""
-                cells = (
-                    way, dist.get_world_size(), f"{psi / 1e6:.1f}M", f"{1e3 * statistics.median(seconds):.0f}",
-                    ratio(seconds, found["alone"][0]), against, f"{sent / 1e6:.1f}", f"{sent / psi / 4:.2f} Ψ",
-                    f"{live / 1e6:.0f}", f"{loss:.5f}",
-                )  # fmt: skip
-                print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+                cells = [ratio(seconds, found["alone"][0]), against, f"{sent / psi / 4:.2f} Ψ", f"{live / 1e6:.0f}"]
+                ms = 1e3 * statistics.median(seconds)
+                print(json.dumps({"way": way, "size": size, "ms": ms, "cells": cells}), flush=True)
     dist.destroy_process_group()
 
 
@@ -188,11 +188,17 @@ def main():
     options = parser.parse_args()
     if dist.is_torchelastic_launched():
         return worker(options)
-    print("| what | N | Ψ | ms a step | × `alone` | × its peer | sent, MB | sent | peak, MB | loss |", flush=True)
-    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for ranks in options.ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        subprocess.run([*launcher, __file__, *sys.argv[1:]], check=True)
+        ended = subprocess.run([*launcher, __file__, *sys.argv[1:]], check=True, stdout=subprocess.PIPE, text=True)
+        head, rows = [f"N = {ranks}"], {way: [f"`{way}`"] for way in WAYS}
+        for record in map(json.loads, ended.stdout.splitlines()):
+            if record["way"] == "alone":
+                head += [f"{record['size']}: × `alone` ({record['ms']:.0f} ms)", "× its peer", "sent", "peak, MB"]
+            rows[record["way"]] += record["cells"]
+        for cells in (head, ["---", *["--:"] * (len(head) - 1)], *rows.values()):
+            print("| " + " | ".join(cells) + " |", flush=True)
+        print()
 
 
 if __name__ == "__main__":

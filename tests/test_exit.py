@@ -20,7 +20,7 @@ def test_every_run_ends_well(request):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the threads of a process from /proc")
-@pytest.mark.parametrize("options", [("zero_r.py", "--mp", 2), *with_all(((STAGES[1],),))], ids=["zero_r", "stage"])
+@pytest.mark.parametrize("options", [(STAGES[1],), *with_all((("zero_r.py", "--mp", 2),))], ids=["stage", "zero_r"])
 def test_no_thread_of_gloo_is_left(options):
     """One that outlives the interpreter may abort it: "terminate called without an active exception". Through torchrun,
     because it depends on what is imported when."""
@@ -45,7 +45,7 @@ def test_torchrun_prints_the_help_once():
     assert (run.status, run.err) == (0, "") and run.out.count("usage: ") == 1
 
 
-@pytest.mark.parametrize(("script", "by"), [(STAGES[0], "Ctrl-C"), ("zero_r.py", "head -1")])
+@pytest.mark.parametrize(("script", "by"), [(STAGES[0], "Ctrl-C"), *with_all(("zero_r.py", "head -1"))])
 def test_it_ends_as_any_other_program(script, by):
     process = start(ROOT / script, *TINY, "--steps", 1_000_000, ranks=0)
     try:
@@ -62,7 +62,9 @@ def test_it_ends_as_any_other_program(script, by):
 
 
 @pytest.mark.parametrize(
-    "options", [(STAGES[3],), ("zero_r.py", "--mp", 2, "--heads", 2, "--width", 34)], ids=["stage", "zero_r"]
+    "options",
+    [(STAGES[3],), *with_all((("zero_r.py", "--mp", 2, "--heads", 2, "--width", 34),))],
+    ids=["stage", "zero_r"],
 )
 def test_a_stopped_rank_ends_the_job(options):
     """One that has died closes its connections, one that is stuck does not."""

@@ -12,7 +12,7 @@ def scales(run):
     return [step["loss_scale"] for step in run.records if step["event"] == "step"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *with_all((1,), (4,))])
+@pytest.mark.parametrize("ranks", [2, *with_all((1,), (3,), (4,))])
 def test_stages_are_bit_identical(ranks):
     """With the default scale: it may be halved a few times first."""
     runs = [tiny(stage, ranks, dtype="float16") for stage in STAGES]
@@ -36,7 +36,7 @@ def test_stages_with_arithmetic_in_float16():
     assert_identical([tiny(stage, 2, dtype="float16", compute="float16") for stage in STAGES])
 
 
-@pytest.mark.parametrize("config", ["C1", "full", *with_all(("C4",))])
+@pytest.mark.parametrize("config", ["full", *with_all(("C1",), ("C4",))])
 def test_configurations_of_zero_r(config):
     assert_identical([zero_r(config, dtype="float16"), zero_r("none", dtype="float16")])
 

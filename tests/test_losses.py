@@ -21,8 +21,10 @@ def assert_close(run, expected):
     ("ranks", "dtype", "collectives"),
     [
         *((ranks, "bfloat16", "gloo") for ranks in (1, 2, 3, 4)),
-        *((2, "float32", "gloo"), (3, "float32", "gloo"), (2, "float32", "native"), (3, "bfloat16", "native")),
-        *with_all((1, "float32", "gloo"), (4, "float32", "gloo"), (1, "bfloat16", "native"), (4, "float32", "native")),
+        *((2, "float32", "gloo"), (2, "float32", "native"), (3, "bfloat16", "native")),
+        *with_all(
+            *((ranks, "float32", "gloo") for ranks in (1, 3, 4)), (1, "bfloat16", "native"), (4, "float32", "native")
+        ),
     ],
 )
 def test_stages_are_bit_identical(ranks, dtype, collectives):
@@ -36,7 +38,7 @@ def test_stages_are_bit_identical(ranks, dtype, collectives):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype"), [(2, "bfloat16"), (3, "bfloat16"), (3, "float32"), *with_all((1, "bfloat16"), (4, "bfloat16"))]
+    ("ranks", "dtype"), [(3, "bfloat16"), (3, "float32"), *with_all((1, "bfloat16"), (2, "bfloat16"), (4, "bfloat16"))]
 )
 def test_stages_with_micro_batches(ranks, dtype):
     """Stages 0 and 1 sum micro-batches before the reduction and stages 2 and 3 after it: two ways to round."""

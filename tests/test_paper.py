@@ -1,7 +1,7 @@
 """What the paper says about memory, beside what the code does as rank 0 of up to 1024. See notebooks/paper.py.
 
-A third of Table 1's cells by default; with --all every cell, all rows of Table 2, and the full sizes that otherwise are
-extrapolated from a few layers.
+By default a third of Table 1's cells, a row of Table 2, the examples of §3.2 and §6.1, and a trillion parameters; with
+--all every cell and row, the figures, and the full sizes that otherwise are extrapolated from a few layers.
 """
 
 import gc
@@ -111,18 +111,21 @@ def test_pa_of_the_100b_model():
 # ---- Figures 6, 7 and 8 ----
 
 
-@pytest.mark.parametrize(("layers", "batch"), [(50, 16), *with_all((125, 32))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "batch"), [(50, 16), (125, 32)])
 def test_differences_of_figure_7(layers, batch):
     for step, (ours, argued) in paper.differences(layers, batch).items():
         assert ours == pytest.approx(argued, rel=0.02), step
 
 
+@pytest.mark.slow
 def test_order_of_figure_7():
     C1, C2, C3, C4, C5 = (paper.peak(config, 50, 16) for config in paper.CONFIGS)
     assert C1 > C2 and C1 > C3 > C4 >= C5
     assert paper.differences(50, 16)["C1", "C3"][0] == pytest.approx(29.7 - 25.5, abs=0.7)  # read to 0.3 each
 
 
+@pytest.mark.slow
 def test_what_figure_7_does_not_say():
     """With a checkpoint every two layers its five bars hold about as much that our runs don't."""
     rest = paper.unexplained(every=2)
@@ -130,6 +133,7 @@ def test_what_figure_7_does_not_say():
     assert paper.unexplained()["C5"] == rest["C5"]  # which keeps none on the device
 
 
+@pytest.mark.slow
 def test_order_of_figure_6():
     C1, C2, C3, C4, C5 = (paper.largest_model(config) for config in paper.CONFIGS)
     assert C1 < C3 < C2 < C4 < C5  # 40B, 50B, 60B, 140B, 150B
@@ -158,6 +162,7 @@ def test_more_gpus_allow_a_larger_batch_and_so_a_faster_step():
     assert sequences_a_second(400, 16) < start < 1.05 * start < sequences_a_second(400, paper.FIGURE_3[400])
 
 
+@pytest.mark.slow
 def test_170b_needs_c5_most():
     """At batch 12 on 400 GPUs the paper ran only C5."""
     fits = {config: paper.largest_batch(config, 212, ranks=400) for config in paper.CONFIGS}
@@ -171,6 +176,7 @@ def test_extrapolated_peaks_are_those_of_full_runs(config, layers, batch):
     assert paper.peak(config, layers, batch) == pytest.approx(full, rel=0.005)
 
 
+@pytest.mark.slow
 def test_an_extrapolated_peak_is_that_of_a_deeper_run():
     assert paper.peak("C4", 12, 16) == pytest.approx(paper.zero_r("C4", 12, 16)["peak"] / paper.GB, rel=0.005)
 

@@ -38,12 +38,14 @@ CAUGHT = {  # fault -> the test that fails
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*faults.FAULTS, faults.SILENT], ids=lambda fault: fault.name)
 def test_fault_shows_what_is_said_of_it(fault):
     """The matrix of notebook 6."""
     assert faults.shows(*faults.planted(fault)) == fault.shows.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", faults.FAULTS[18:], ids=lambda fault: fault.name)
 def test_fault_shows_nothing_on_two_ranks(fault):
     assert faults.shows(*faults.planted(dataclasses.replace(fault, ranks=2))) == []

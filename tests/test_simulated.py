@@ -1,9 +1,9 @@
 import formulas
 import pytest
-from launch import STAGES, tiny
+from launch import STAGES, tiny, with_all
 
 
-@pytest.mark.parametrize("ranks", (64, 1024))
+@pytest.mark.parametrize("ranks", [1024, *with_all((64,))])
 @pytest.mark.parametrize("stage", range(4))
 def test_states_are_those_of_the_formula(stage, ranks):
     """With 1024 ranks a layer is smaller than 16·N, so that part of the ranks own nothing but padding."""
@@ -16,7 +16,7 @@ def test_states_are_those_of_the_formula(stage, ranks):
     assert sent["elements"] == sum(formulas.elements(stage, config, padded))
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", [2, *with_all((4,))])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_simulation_measures_what_a_run_does(stage, ranks):
     real, simulated = tiny(stage, ranks), tiny(stage, simulate_ranks=ranks)
