@@ -533,13 +533,10 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
             # §5.2: with P_g only this rank's slice of the gradient stays. Slices add up over the micro-batches.
             fresh = layer.grad is None or layer.whole_grad  # P_os: the average takes the place of the own sum
             layer.grad = empty_gradient(layer, grad_dtype, meter) if layer.grad is None else layer.grad
-            start = 0
-            for following in [*pieces[1:], None]:
-                average = wait()
-                end = start + average.numel()
-                own = layer.own_grad[start:end]
-                own.copy_(average) if fresh else own.add_(average)
-                start, average, wait = end, None, None  # one pair of buffers: let go of it before the next is made
+            parts = layer.own_grad.split(pieces[0].numel() // comm.world_size)
+            for own, following in zip(parts, [*pieces[1:], None]):
+                own.copy_(wait()) if fresh else own.add_(wait())
+                wait = None  # one pair of buffers: let go of it before the next is made
                 if following is not None:
                     wait = comm.reduce_scatter(following.flatten(), layer.name)
 
