@@ -14,7 +14,7 @@ then shrinks the rest of the memory; each of its three parts has a heading in se
     torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
     python zero_r.py --simulate-ranks 400 --mp 16 --layers 125 --width 8192 --heads 64 --buffer-elements 67108864
 
-Ψ is the number of parameters, N that of the ranks, § a section of the paper, arXiv 1910.02054 v3. Sections 3 to 6 of
+Ψ counts one part, N the ranks that hold it, § is a section of the paper, arXiv 1910.02054 v3. Sections 3 to 6 of
 this file are the subject: a model, two collectives, a layer and its state, the train step.
 """
 
@@ -382,7 +382,7 @@ def paper_volume(layers, world_size, cfg):
 
 def paper_tensor_volume(cfg):
     """§8: elements that a rank sends in a step within its replica. A block all-reduces B x T x C twice in forward,
-    recomputation and backward each, which is 12 times B x T x C; P_a gathers its input once: 1/12 more."""
+    recomputation and backward each, which is 12 times BTC(M-1)/M; P_a gathers its input once: 1/12 more."""
     per_block = cfg.batch * cfg.context * cfg.width * (cfg.mp - 1) // cfg.mp
     return cfg.micro_batches * cfg.layers * per_block * (12 + (cfg.pa != "off"))
 
@@ -397,41 +397,41 @@ def empty_inputs(size, dtype, cfg, device):
     return torch.empty(size, dtype=dtype, device="cpu" if cfg.pa == "cpu" else device, pin_memory=pinned)
 
 
-def copy_beside(stream, target, source):
-    """Copies between GPU and host, after all that the GPU has been given so far, beside what follows. On a CPU: now."""
-    if stream:
-        stream.wait_stream(torch.cuda.current_stream())
-    if stream and source.is_cuda:
-        source.record_stream(stream)  # so that its memory is not given away before the copy is made
-    with torch.cuda.stream(stream):
+def copy_beside(comm, target, source):
+    """Copies to or from the host on a stream of its own, beside what the GPU is given next. Elsewhere: at once."""
+    if comm.copying:
+        torch.cuda.current_stream().wait_stream(comm.copying)  # the copy before this one has had a layer's time
+        comm.copying.wait_stream(torch.cuda.current_stream())  # `source` has to be computed, `target` to be free
+        comm.leaving = source  # held until the next copy, so that its memory is not given away under this one
+    with torch.cuda.stream(comm.copying):
         target.copy_(source, non_blocking=True)
 
 
 def at_hand(x):
-    """A kept input that is whole and here."""
+    """The `fetch` of an input that is whole and here."""
     return lambda: lambda: x
 
 
 def keep_input(x, layer, cfg, comm, meter):
     """Keeps a block's input (B, T, C) until its backward. Returns `fetch`, which starts to bring it back and returns
-    `wait`, which returns it: as for the parameters, a layer ahead."""
-    replica, M, stream = comm.replica, cfg.mp if cfg.pa != "off" else 1, comm.copying
+    `wait`, which returns it: so that P_a+cpu copies from the host a layer ahead."""
+    replica, M = comm.replica, cfg.mp if cfg.pa != "off" else 1
     if M == 1 and cfg.md == "off" and cfg.pa != "cpu":
         return at_hand(meter.keep(x, "activations"))
     shape, size, rank = x.shape, x.numel() // M, replica.rank if M > 1 else 0
     kept = empty_inputs(size, x.dtype, cfg, x.device) if layer.input_slot is None else layer.input_slot
     meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
-    copy_beside(stream, kept, x.flatten().chunk(M)[rank])
+    copy_beside(comm, kept, x.flatten().chunk(M)[rank])
 
     def fetch():
         part = kept
         if cfg.pa == "cpu":
             part = meter.name(torch.empty_like(kept, device=meter.device), "activations")
-            copy_beside(stream, part, kept)
+            copy_beside(comm, part, kept)
 
         def wait():
-            if stream:
-                torch.cuda.current_stream().wait_stream(stream)
+            if comm.copying:
+                torch.cuda.current_stream().wait_stream(comm.copying)
             if M == 1:
                 return part.view(shape)
             full = meter.name(torch.empty(size * M, dtype=kept.dtype, device=meter.device), "activations")
@@ -957,7 +957,7 @@ def run(cfg, data, device, log):
         f"{cfg.micro_batches} micro-batches x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of "
         f"{cfg.context} tokens."
     )
-    print(f"Each is a replica of {cfg.mp} tensor-parallel ranks, and Ψ is what one of these holds.")
+    print(f"A data-parallel rank is a replica of {cfg.mp} tensor-parallel ranks; Ψ is what one of these holds.")
     idle = " (nothing to partition at --mp 1)" if cfg.pa != "off" and cfg.mp == 1 else ""
     print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}{idle}, C_B {cfg.cb}, M_D {cfg.md}.")
     if cfg.log_file and not simulated:
@@ -1032,12 +1032,12 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
             print(f"{rank:4}" + "".join(f"{row[column] / unit:13,.2f}" for column in columns))
 
     print(
-        "Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.\nA modelled first-fit "
-        "heap would be {fragmentation:.1%} larger than what lives in it; for inputs and gradients alone "
+        "Rank 0 keeps layer inputs: {kept:,} bytes on the device, {kept_host:,} on the host.\nFragmentation (§6.3) of "
+        "a modelled first-fit heap: {fragmentation:.1%} of what lives in it; with kept inputs and gradients alone "
         "{fragmentation_kept:.1%}.".format(**everyone[0]["memory"][0])
     )
     volume = traffic(f"in a step, (N-1)/N = {(N - 1) / N:.4f}", comm, psi, *paper_volume(layers, N, cfg))
-    tensor = traffic("within its replica", comm.replica, psi, paper_tensor_volume(cfg), "12 BTC, P_a 13 BTC a block")
+    tensor = traffic("within its replica", comm.replica, psi, paper_tensor_volume(cfg), "12BTC(M-1)/M a block, P_a 13")
     record("communication", psi=psi, **volume, waited_ms=waited_ms, tensor=tensor)
     if step_ms:
         print(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")

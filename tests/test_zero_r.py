@@ -170,8 +170,8 @@ def test_copies_run_beside_what_a_gpu_computes(module, monkeypatch):
     cfg, x = module.Config(mp=1, pa="cpu", md="off"), torch.randn(2, 3, 4)
     fetch = module.keep_input(x, layer, cfg, comm, module.Meter(torch.device("cpu")))
     wait = fetch()
-    assert said == 2 * ["copying waits for computing", "copying copies"]
-    assert torch.equal(wait(), x) and said[4:] == ["computing waits for copying"]
+    assert said == 2 * ["computing waits for copying", "copying waits for computing", "copying copies"]
+    assert torch.equal(wait(), x) and said[6:] == ["computing waits for copying"]
 
 
 @pytest.mark.slow
