@@ -420,8 +420,7 @@ def keep_input(x, layer, cfg, comm, meter):
         return at_hand(meter.keep(x, "activations"))
     shape, size, rank = x.shape, x.numel() // M, replica.rank if M > 1 else 0
     kept = empty_inputs(size, x.dtype, cfg, x.device) if layer.input_slot is None else layer.input_slot
-    meter.keep(kept, "host" if cfg.pa == "cpu" else "activations")
-    copy_beside(comm, kept, x.flatten().chunk(M)[rank])
+    copy_beside(comm, meter.keep(kept, "host" if cfg.pa == "cpu" else "activations"), x.flatten().chunk(M)[rank])
 
     def fetch():
         part = kept
@@ -533,10 +532,12 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups):
             # §5.2: with P_g only this rank's slice of the gradient stays. Slices add up over the micro-batches.
             fresh = layer.grad is None or layer.whole_grad  # P_os: the average takes the place of the own sum
             layer.grad = empty_gradient(layer, grad_dtype, meter) if layer.grad is None else layer.grad
-            parts = layer.own_grad.split(pieces[0].numel() // comm.world_size)
-            for own, following in zip(parts, [*pieces[1:], None]):
-                own.copy_(wait()) if fresh else own.add_(wait())
-                wait = None  # one pair of buffers: let go of it before the next is made
+            size = pieces[0].numel() // comm.world_size
+            for number, following in enumerate([*pieces[1:], None]):
+                average = wait()
+                own = layer.own_grad[number * size : (number + 1) * size]
+                own.copy_(average) if fresh else own.add_(average)
+                average = wait = None  # one pair of buffers: let go of it before the next is made
                 if following is not None:
                     wait = comm.reduce_scatter(following.flatten(), layer.name)
 
