@@ -337,7 +337,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
     def finish_reduction():
         while reducing:
             layer, wait = reducing.pop()
-            layer.grad[layer.own] = wait().to(dtype)  # §5.1: no second half; in 16 bits as sending it left it
+            layer.grad[layer.own] = wait().to(dtype)  # §5.1: no second half; rounded, as the gather of stage 0 does
 
     for micro, (tokens, y) in enumerate(batches):
         # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
