@@ -741,7 +741,7 @@ class Meter(TorchDispatchMode):
         found = {"kept": first_fit(self.trace, inputs["activations"])[0]}
         found["kept_host"] = first_fit(self.trace, inputs["host"])[0]
         for name, chosen in (("fragmentation", device), ("fragmentation_kept", self.kept & device)):
-            live, space = first_fit(self.trace, chosen)
+            live, space, _ = first_fit(self.trace, chosen)
             found[name] = space / live - 1
         return found
 
@@ -759,7 +759,7 @@ def elapsed_ms(start, end):
 
 def first_fit(trace, chosen):
     """§6.3: replays the chosen storages of a trace in one address space, each placed in the first gap that holds it.
-    Returns the peak of their live bytes and the highest address in use: the excess is fragmentation."""
+    Returns the peak of their live bytes, the highest address in use (the excess is fragmentation), all addresses."""
     blocks, placed, live, most, top = [(0, 0)], {}, 0, 0, 0  # blocks: (start, end) of what is placed, in order
     for key, size in trace:
         if isinstance(key, str) or size == 0 or key not in chosen:
@@ -767,14 +767,14 @@ def first_fit(trace, chosen):
         live += size
         most = max(most, live)
         if size < 0:
-            blocks.remove(placed.pop(key))
+            blocks.remove(placed[key])
             continue
         gaps = ((end, start) for (_, end), (start, _) in zip(blocks, blocks[1:] + [(math.inf, math.inf)]))
         start = next(start for start, end in gaps if end - start >= size)
         placed[key] = (start, start + size)
         bisect.insort(blocks, placed[key])
         top = max(top, start + size)
-    return most, top
+    return most, top, placed
 
 
 # ---- 8. Command line and data ----------------------------------------------------------------------------------

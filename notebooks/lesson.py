@@ -4,7 +4,6 @@ Nothing here computes a loss or counts a byte. The numbers come from the scripts
 with torchrun, simulate() runs its main() in this process as rank 0 of any number of ranks, on tensors without memory.
 """
 
-import bisect
 import contextlib
 import difflib
 import io
@@ -562,31 +561,14 @@ def plot_spans(run, title=""):
 
 
 def place(meter, chosen):
-    """First fit: where every chosen allocation of the trace would lie in one address space. Returns [(number, address,
-    bytes, born, died)] with positions in the trace, the most live bytes, and the top of the space."""
-    gaps, placed, blocks, live, most, top = [(0, math.inf)], {}, [], 0, 0, 0
-    for clock, (key, change) in enumerate(meter.step):
-        if isinstance(key, str) or change == 0 or key not in chosen:
-            continue
-        live += change
-        most = max(most, live)
-        if change > 0:
-            at = next(i for i, (start, end) in enumerate(gaps) if end - start >= change)
-            start, end = gaps[at]
-            placed[key], top = (start, change, clock), max(top, start + change)
-            gaps[at : at + 1] = [(start + change, end)] if start + change < end else []
-        else:
-            start, length, born = placed.pop(key)
-            blocks.append((key, start, length, born, clock))
-            end = start + length
-            at = bisect.bisect(gaps, (start, end))
-            if gaps[at][0] == end:
-                end = gaps.pop(at)[1]
-            if at and gaps[at - 1][1] == start:
-                at, start = at - 1, gaps.pop(at - 1)[0]
-            gaps.insert(at, (start, end))
-    blocks += [(key, start, length, born, len(meter.step)) for key, (start, length, born) in placed.items()]
-    return blocks, most, top
+    """Where zero_r.py's first fit puts every chosen allocation of the trace. Returns [(number, address, bytes, born,
+    died)] with positions in the trace, the most live bytes, and the top of the space."""
+    most, top, placed = load("zero_r.py").first_fit(meter.step, chosen)
+    times = {}
+    for clock, (key, _) in enumerate(meter.step):
+        times.setdefault(key, []).append(clock)  # birth and death of a storage
+    ends = {key: [*times[key], len(meter.step)][:2] for key in placed}
+    return [(key, start, end - start, *ends[key]) for key, (start, end) in placed.items()], most, top
 
 
 def on_device(meter):

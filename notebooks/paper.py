@@ -240,8 +240,8 @@ def differences(layers, batch):
 def unexplained(layers=50, batch=16, every=1):
     """{configuration: GB of Figure 7's bar that our run does not have}: the implementation's own buffers, and what
     its allocator had cached. Nothing here is tuned to make it smaller. `every` = 2 takes half of the checkpoints away
-    from our number, as if every second layer kept one (worked out, not run): then all bars have about the same rest,
-    10 to 11 GB."""
+    from our number, as if every second layer kept one (worked out, not run): then the five bars of 40B have about the
+    same rest, 10 to 11 GB; the two of 100B have 7.1 and 6.2."""
     kept = {"C1": 1, "C2": 1 / 16, "C3": 1, "C4": 1 / 16, "C5": 0}
     less = {config: (1 - 1 / every) * layers * whole_input(batch) * share for config, share in kept.items()}
     return {config: bar - peak(config, layers, batch) + less[config] for config, bar in FIGURE_7[layers, batch].items()}

@@ -138,13 +138,13 @@ def test_first_fit(module):
     """A hand-made trace: births, deaths, a mark, and a storage that isn't asked for."""
     a, b, c, d, e, other = range(6)
     trace = [(a, 10), (b, 20), (c, 5), (other, 99), (b, -20), ("mark", 0.0), (d, 8), (other, -99), (e, 15)]
-    assert module.first_fit(trace, {a, b, c}) == (35, 35)
+    assert module.first_fit(trace, {a, b, c}) == (35, 35, {a: (0, 10), b: (10, 30), c: (30, 35)})
     # d takes the first 8 of b's 20; e finds only 12 there, and goes on top of c.
-    assert module.first_fit(trace, {a, b, c, d, e}) == (38, 50)
+    assert module.first_fit(trace, {a, b, c, d, e})[:2] == (38, 50)
     # The gaps that a, d and the rest of b leave are one of 30: a storage of that size fits.
     trace += [(a, -10), (d, -8), (other, 30), (c, -5), (other, -30), (e, -15), (a, 50)]
     trace[3] = trace[7] = (other, 0)
-    assert module.first_fit(trace, {a, b, c, d, e, other}) == (50, 50)
+    assert module.first_fit(trace, {a, b, c, d, e, other})[:2] == (50, 50)
 
 
 def test_copies_run_beside_what_a_gpu_computes(module, monkeypatch):
