@@ -83,7 +83,7 @@ class Config:
     )
     overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
     data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
-    log_file: str = option("", "write records to this file, one JSON object a line")
+    log_file: str = option("", "write records to this file, replacing it, one JSON object a line")
     simulate_ranks: int = option(0, "run one step as rank 0 of this many ranks, on tensors without memory", least=0)
 
 
@@ -556,8 +556,8 @@ def parse_args():
         if field.type is not str and not least <= value <= most:
             fail(f"{name} {value} must lie between {least} and {most}")
     if cfg.width % cfg.heads:
-        near = math.ceil(cfg.width / cfg.heads) * cfg.heads
-        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --width {near}, say")
+        fit = next(heads for heads in range(min(cfg.heads, cfg.width), 0, -1) if cfg.width % heads == 0)
+        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --heads {fit}, say")
     if cfg.micro_batches * cfg.batch * cfg.context > 10**9:
         fail("--micro-batches x --batch x --context is more than 10^9 tokens a step; take a smaller one")
     if cfg.simulate_ranks and dist.is_torchelastic_launched():
@@ -577,7 +577,7 @@ def load_data(cfg):
             data = file.read()
     if len(data) <= cfg.context:
         text = f"--data {cfg.data}" if cfg.data else "the built-in text"
-        fail(f"{text} has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten the context")
+        fail(f"{text} has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; shorten it or take more text")
     return data
 
 

@@ -11,7 +11,7 @@ from launch import ROOT, STAGES, TINY, hashes, launch, losses, start, torchrun, 
 SCRIPTS = (*STAGES, "zero_r.py")
 BAD = [  # (options, what the line must contain); the scripts take turns, and the status is 2
     # Numbers that don't fit together, or lie outside their limits, or are none.
-    ("--width 250 --heads 8", "--width 250 is not a multiple of --heads 8; take --width 256"),
+    ("--width 250 --heads 8", "--width 250 is not a multiple of --heads 8; take --heads 5"),
     ("--heads 6", "--width 35 is not a multiple of --heads 6"),
     ("--width 0", "--width 0 must lie between 1 and 1000000"),
     ("--width -35", "--width -35"),
@@ -68,7 +68,7 @@ BAD = [  # (options, what the line must contain); the scripts take turns, and th
     ("--data missing.txt --log-file FILE", "--data missing.txt is not there"),
     ("--data tests", "--data tests is not there, or is no regular file"),
     ("--data EMPTY", "has 0 bytes"),
-    ("--data FILE --context 1000", "has 1000 bytes, and a sequence takes --context 1000 + 1"),
+    ("--data FILE --context 1000", "has 1000 bytes, a sequence takes --context 1000 + 1"),
     ("--data FIFO", "is no regular file"),  # nobody writes into it
     ("--data /dev/stdin", "is no regular file"),
     ("--data /dev/zero", "is no regular file"),
