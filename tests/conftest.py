@@ -9,7 +9,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long and seldom fails")
-    parser.addoption("--fuzz", type=int, default=4, help="so many random configurations (default: 4)")
+    parser.addoption("--fuzz", type=int, default=2, help="so many random configurations (default: 2)")
     parser.addoption("--fuzz-seed", default=datetime.date.today().isoformat(), help="of which these (default: today)")
     parser.addoption("--gpus", action="store_true", help="use the GPUs of this machine, which are hidden otherwise")
     parser.addoption("--runs", type=int, default=3, help="how often the test of the exit status runs (default: 3)")

@@ -22,7 +22,7 @@ def test_stages_are_bit_identical(ranks):
     assert all(scales(run) == scales(runs[0]) for run in runs)
 
 
-@pytest.mark.parametrize("ranks", [3, *with_all((1,), (2,), (4,))])
+@pytest.mark.parametrize("ranks", [2, *with_all((1,), (3,), (4,))])
 def test_stages_with_micro_batches(ranks):
     """Stages 0 and 1 sum micro-batches in fp32 and round once, to send the sum; stages 2 and 3 send every micro-batch's
     gradient and round each. So there are two results, as in bfloat16."""

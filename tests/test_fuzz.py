@@ -1,4 +1,4 @@
-"""Random configurations: `pytest tests/test_fuzz.py --fuzz 200` tries more than the four of the default suite.
+"""Random configurations: `pytest tests/test_fuzz.py --fuzz 200` tries more than the two of the default suite.
 
 A test's name is seed/number, and the seed is the day unless `--fuzz-seed` says otherwise: with it and `-k number` one
 that has failed is repeated.

@@ -43,7 +43,9 @@ def layer_sizes(config):
 # ---- What must not change ----
 
 
-@pytest.mark.parametrize("config", [*((config,) for config in CONFIGS[1:]), *SWITCHES], ids=" ".join)
+@pytest.mark.parametrize(
+    "config", [*SWITCHES, ("C5",), ("full",), *with_all(*(((config,),) for config in CONFIGS[1:5]))], ids=" ".join
+)
 def test_configurations_are_bit_identical(config):
     run, none = zero_r(*config), zero_r("none")
     assert losses(run) == losses(none) and norms(run) == norms(none) and hashes(run) == hashes(none)
