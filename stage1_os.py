@@ -243,8 +243,8 @@ class Layer:
         self.constants = {name: constant.to(device) for name, constant in initial.named_buffers()}
         self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
-        # N ranks cut the vector into N equal slices. 16 more in the multiple, because fused Adam computes the last
-        # few elements of a vector with other instructions and other last bits: now no cut moves an element there.
+        # N ranks cut the vector into N equal slices, each a multiple of 16: fused Adam computes the last few elements
+        # of a vector with other instructions and other last bits, and so no cut moves an element there.
         self.padded = math.ceil(self.psi / (16 * comm.world_size)) * 16 * comm.world_size
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
@@ -571,7 +571,7 @@ def load_data(cfg):
             data = file.read()
     if len(data) <= cfg.context:
         text = f"--data {cfg.data}" if cfg.data else "the built-in text"
-        fail(f"{text} has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; shorten it or take more text")
+        fail(f"{text} has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; shorten it or add text")
     return data
 
 
