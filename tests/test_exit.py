@@ -69,7 +69,7 @@ def test_it_ends_as_any_other_program(script, by):
 def test_a_stopped_rank_ends_the_job(options):
     """One that has died closes its connections, one that is stuck does not."""
     script, *options = options
-    run = launch("tests/drive.py", "stopped", script, *TINY, *options, ranks=2, timeout=100)
+    run = launch("tests/drive.py", "stopped", script, *TINY, *options, ranks=2, timeout=45)
     # It is gloo's exception that ends rank 0, in one of two wordings, and not this test's limit.
     assert run.status == 1 and ("imed out" in run.err or "Application timeout" in run.err)
 
