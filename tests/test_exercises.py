@@ -104,7 +104,7 @@ WRONG = {
     ),
     "3, gathered in one micro-batch's forward alone": (3, {"c": "flat, x = layer.shard, inputs.pop()"}, "Error: "),
 }  # fmt: skip
-FEW = [*WRONG][::6]  # by default
+FEW = [*WRONG][::9]  # by default
 RIGHT = {
     "1": (1, {}),
     "2": (2, {}),
@@ -135,7 +135,7 @@ def test_wrong_is_refused_in_one_line(name, stages):
     assert not right and re.search(f"my_stage{number}.py: not yet. .*({words})", line), line
 
 
-@pytest.mark.parametrize("name", ["1", "2", "3", *with_all(*((name,) for name in RIGHT if len(name) > 1))])
+@pytest.mark.parametrize("name", ["1", "3", *with_all(*((name,) for name in RIGHT if name not in "13"))])
 def test_right_is_right(name, stages):
     right, line = said(filled(stages, *RIGHT[name]).check)
     assert right and ": right" in line, line
