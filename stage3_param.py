@@ -76,7 +76,7 @@ class Config:
     loss_scale_window: int = option(2000, "in float16: after so many good steps by twice as much", most=10**9)
     seed: int = option(0, "decides the initial weights and the order of the data", least=-(2**63), most=2**63)
     dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
-    compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
+    compute: str = option("auto", "arithmetic; auto: float32, on most GPUs as stored", "bfloat16", "float16", "float32")
     device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
     collectives: str = option(
         "auto", "gloo: as written out here; native: the library's; auto: native, except on gloo", "gloo", "native"
@@ -791,7 +791,7 @@ def main():
             run(cfg, data, device, log)
     # What memory, files and the other ranks raise is said in one line. All else is a fault in here.
     except OSError as error:
-        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}")
+        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}; name another file, or make room")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             fail("the memory is too small for this; take a smaller --layers, --width, --vocab, --batch or --context")

@@ -73,7 +73,7 @@ class Config:
     loss_scale_window: int = option(2000, "in float16: after so many good steps by twice as much", most=10**9)
     seed: int = option(0, "decides the initial weights and the order of the data", least=-(2**63), most=2**63)
     dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
-    compute: str = option("auto", "arithmetic; auto: float32, on a GPU as stored", "bfloat16", "float16", "float32")
+    compute: str = option("auto", "arithmetic; auto: float32, on most GPUs as stored", "bfloat16", "float16", "float32")
     device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
     collectives: str = option(
         "auto", "gloo: as written out here; native: the library's; auto: native, except on gloo", "gloo", "native"
@@ -91,7 +91,7 @@ class Config:
     buffer_elements: int = option(2**18, "elements of a fused buffer with C_B; a multiple of 16", least=16, most=2**40)
 
 
-CONFIGS = {  # Table 3: partition, P_a, C_B, M_D
+CONFIGS = {  # Table 3: partition (§5), P_a (§6.1), C_B (§6.2), M_D (§6.3)
     "none": ("os+g+p", "off", "off", "off"),
     "C1": ("os", "off", "on", "on"),
     "C2": ("os", "on", "on", "on"),
@@ -127,9 +127,9 @@ class Embedding(nn.Module):
         return self.token(x) + self.position.weight[: x.shape[1]]
 
 
-# Megatron's tensor parallelism. Each of the M ranks of a replica has 1/M of the heads and of the hidden units of the
-# MLP, so it goes from qkv to attention_proj, and from mlp_up to mlp_proj, by itself. Norms and the projections' biases
-# are replicated, as are embedding and head. The number is the dimension of the weight that is cut.
+# §8: Megatron's tensor parallelism. Each of the M ranks of a replica has 1/M of the heads and of the hidden units of
+# the MLP, so it goes from qkv to attention_proj, and from mlp_up to mlp_proj, by itself. Norms and the projections'
+# biases are replicated, as are embedding and head. The number is the dimension of the weight that is cut.
 CUT = {"qkv.weight": 0, "qkv.bias": 0, "mlp_up.weight": 0, "mlp_up.bias": 0}  # by outputs
 CUT |= {"attention_proj.weight": 1, "mlp_proj.weight": 1}  # by inputs
 
@@ -164,7 +164,7 @@ class Block(nn.Module):
         initialize(self, cfg)
 
     def spread(self, x):
-        return SumOverReplica.apply(x, self.replica, "backward")
+        return SumOverReplica.apply(x, self.replica, "backward")  # §8: two all-reduces a block in backward
 
     def project(self, linear, x):
         """The part of a projection that this rank has the inputs for, summed over ranks; the bias enters once."""
@@ -283,7 +283,7 @@ class Layer:
         self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
         with torch.device("meta"):
             self.module = kind(cfg)  # names and forward(); it never holds a weight
-        self.module.replica = comm.replica
+        self.module.replica = comm.replica  # §8: the ranks that all-reduce within a block
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
         # Drawn whole and then cut: the same weights for every M. What is cut comes first in the flat vector, and what
@@ -328,7 +328,7 @@ class Layer:
 
 
 def cut(name, weight, replica):
-    """This rank's part of a whole weight, where Megatron cuts it. Of q, k and v it gets its heads of each."""
+    """This rank's part of a whole weight, where Megatron cuts it (§8). Of q, k and v it gets its heads of each."""
     if name not in CUT:
         return weight
     parts = weight.chunk(3) if name.startswith("qkv") else [weight]
@@ -652,7 +652,7 @@ class Meter(TorchDispatchMode):
         self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
         self.category = []  # number of a storage -> its category
         self.number = {}  # id() of a living storage -> its number
-        self.kept = set()  # numbers of the long-lived storages that M_D is about: kept layer inputs and gradients
+        self.kept = set()  # §6.3: numbers of the storages that M_D is about: kept layer inputs and gradients
         for tensor, category in named:
             self.name(tensor, category)
 
@@ -681,7 +681,7 @@ class Meter(TorchDispatchMode):
         return tensor
 
     def keep(self, tensor, category):
-        """Names a tensor as one of those that M_D is about."""
+        """Names a tensor as one of those that M_D is about (§6.3)."""
         if self.running:
             self.kept.add(self.see(tensor))
         return self.name(tensor, category)
@@ -734,7 +734,7 @@ class Meter(TorchDispatchMode):
         return timeline, peak
 
     def residual(self):
-        """Bytes of kept layer inputs on the device and on the host (P_a), and fragmentation: the space that a modelled
+        """Bytes of kept layer inputs on the device and on the host (§6.1), and fragmentation: the space that a modelled
         heap takes over its peak of live bytes, minus one, for all device memory and for what M_D is about alone."""
         device = {number for number, category in enumerate(self.category) if category != "host"}
         inputs = {name: {n for n in self.kept if self.category[n] == name} for name in ("activations", "host")}
@@ -820,7 +820,7 @@ def parse_args():
     for what, number in (("ranks", ranks), ("--heads", cfg.heads), ("--width", cfg.width)):
         if number % cfg.mp:
             fail(f"--mp {cfg.mp} must divide {what} {number}: each tensor-parallel rank takes an equal part")
-    if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:
+    if cfg.buffer_elements % 16 or cfg.buffer_elements < 16 * ranks // cfg.mp:  # §6.2
         fail(f"--buffer-elements {cfg.buffer_elements} must be a multiple of 16, and {16 * ranks // cfg.mp} or more")
     for name, value in zip(("partition", "pa", "cb", "md"), CONFIGS[cfg.config]):
         if getattr(cfg, name) == "auto":
@@ -875,7 +875,7 @@ def choose_device(cfg):
             torch.set_num_threads(max(1, cores // ranks_here))
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         psi = 12 * cfg.layers * cfg.width**2 + 2 * cfg.vocab * cfg.width  # nearly
-        needed = ranks_here * paper_states(psi / cfg.mp, from_torchrun("WORLD_SIZE", 1) / cfg.mp, cfg)
+        needed = ranks_here * paper_states(psi / cfg.mp, from_torchrun("WORLD_SIZE", 1) / cfg.mp, cfg)  # §8
         if needed > memory and not cfg.simulate_ranks:  # before the system ends the process without a word
             fail(f"the states alone take {needed / 1e9:,.0f} of {memory / 1e9:,.0f} GB; take a smaller model")
     else:
@@ -904,7 +904,7 @@ def checksum(layers, comm):
     digest = hashlib.sha256()
     for layer in layers:
         pieces = dict(zip(layer.shapes, full_master(layer, comm).split(layer.sizes)))
-        for name, _ in layer.module.named_parameters():  # stage 3's order; with M > 1 this rank's part of the model
+        for name, _ in layer.module.named_parameters():  # stage 3's order; §8: this rank's part, if M > 1
             digest.update(pieces[name].detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -934,7 +934,7 @@ def run(cfg, data, device, log):
 
     agree(cfg, data)
     meter = Meter(device)
-    # M neighbours are a replica; ranks M apart have the same part of the model, and ZeRO-DP is among them.
+    # §8: M neighbours are a replica; ranks M apart have the same part of the model, and ZeRO-DP is among them.
     rows = [tuple(range(first, first + cfg.mp)) for first in range(0, dist.get_world_size(), cfg.mp)]
     limit = timedelta(seconds=60)  # the world's; a group's own default is half an hour
     both = (dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] for ranks in ([*zip(*rows)], rows))
@@ -960,7 +960,7 @@ def run(cfg, data, device, log):
     )
     print(f"A data-parallel rank is a replica of {cfg.mp} tensor-parallel ranks; Ψ is what one of these holds.")
     idle = " (nothing to partition at --mp 1)" if cfg.pa != "off" and cfg.mp == 1 else ""
-    print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}{idle}, C_B {cfg.cb}, M_D {cfg.md}.")
+    print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}{idle}, C_B {cfg.cb}, M_D {cfg.md}.")  # §5, §6
     if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
@@ -975,7 +975,7 @@ def run(cfg, data, device, log):
         if metered:
             meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
             for store, category in stores:
-                meter.keep(store, category)
+                meter.keep(store, category)  # §6.3
         start = time.perf_counter()
         with meter if metered else contextlib.nullcontext():
             loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter, groups)
@@ -1013,7 +1013,7 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     (mine,) = (moment for moment in timeline if moment["label"] == "before the optimizer step")
     mine = {category: mine[category] for category in CATEGORIES}
     mine["states"], mine["formula"] = sum(mine[key] for key in CATEGORIES[:3]), paper_states(psi, N, cfg)
-    mine |= {"peak": sum(peak.values()) - peak["host"], "at_peak": peak} | meter.residual()
+    mine |= {"peak": sum(peak.values()) - peak["host"], "at_peak": peak} | meter.residual()  # §6.1
     if meter.device.type == "cuda":  # the most that PyTorch's allocator handed out, and took from the GPU for it
         mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     events = {"memory": [mine], "timeline": timeline, "span": [*meter.timed()]}
@@ -1073,7 +1073,7 @@ def main():
             run(cfg, data, device, log)
     # What memory, files and the other ranks raise is said in one line. All else is a fault in here.
     except OSError as error:
-        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}")
+        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}; name another file, or make room")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             fail("the memory is too small for this; take a smaller --layers, --width, --vocab, --batch or --context")
