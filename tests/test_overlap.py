@@ -6,7 +6,33 @@ left to compute meanwhile. They hide most of the other half.
 
 import overlap
 import pytest
-from launch import STAGES
+from launch import STAGES, tiny
+
+
+def computed_meanwhile(stage, overlap):
+    """What each rank computed from beginning to end while a transfer was under way."""
+    spans = tiny(stage, 2, overlap=overlap).of("span")
+    computing = [span for span in spans if span["what"] in ("forward", "backward")]
+    return [
+        {
+            f"{one['what']} {one['layer']}"
+            for one in computing
+            for other in spans
+            if one["rank"] == other["rank"] == rank and other not in computing
+            if other["start_ms"] <= one["start_ms"] and one["end_ms"] <= other["end_ms"]
+        }
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_layer_computes_while_another_travels(stage):
+    """By the order of events, so on any link: in backward all but the head, in stage 3 every layer, both ways."""
+    backward = {f"backward {layer}" for layer in ("embedding", "block 0", "block 1")}
+    if stage == STAGES[3]:
+        backward |= {"backward head", "forward embedding", "forward block 0", "forward block 1"}
+    assert computed_meanwhile(stage, "on") == [backward] * 2
+    assert computed_meanwhile(stage, "off") == [set()] * 2
 
 
 @pytest.mark.parametrize("script", [STAGES[0], STAGES[3]])
