@@ -1,28 +1,35 @@
 """Stage 1: optimizer state partitioning, P_os (§5.1).
 
-Adam's fp32 copy, momentum and variance are 12 of the 16 bytes per parameter, and every rank of stage 0 keeps all of
-them and computes the same updates. Here a rank keeps them for its slice alone, 1/N of every layer:
+A rank is one process with one device. N ranks train one model together; Ψ is its number of parameters. § is a
+section of the paper, arXiv 1910.02054 v3. In every stage each rank works on its own part of the batch:
 
-    parameters  2Ψ bytes    16-bit
-    gradients   2Ψ bytes    16-bit
-    optimizer  12Ψ/N bytes  fp32 master copy, momentum and variance of Adam: K = 12
+    forward, backward    on its own sequences                   N different gradients
+    reduce               averages the gradients of all ranks
+    Adam                 updates the parameters                 N equal models again
 
-After the reduce-scatter a rank has just the slice of the average gradient that it needs, so Adam moves *between* the
-two halves of the all-reduce: the all-gather then collects new parameters instead of gradients. The volume stays
-2Ψ(N-1)/N (§7.2.1).
+Who holds what, in bytes. For N = 3 a box is a third of every layer:
 
-The paper gives a rank one contiguous part of the model. Here every layer is cut N ways, as FSDP does: the same bytes
-and volume, and every rank has equal work.
+                          rank 0       rank 1       rank 2
+    parameters  2Ψ       [0][1][2]    [0][1][2]    [0][1][2]    16-bit
+    gradients   2Ψ       [0][1][2]    [0][1][2]    [0][1][2]    16-bit
+    optimizer  12Ψ/N     [0]             [1]             [2]    fp32 parameters, momentum, variance: 4Ψ each
 
-    torchrun --standalone --nproc-per-node 2 stage1_os.py       # two processes: NCCL on GPUs, else gloo on CPU
+In stage 0 all ranks compute the same update. Here each computes its slice of it: after the reduce-scatter it
+has the average gradient of this slice, all that it needs. So Adam moves *between* the two halves of the
+all-reduce, and the all-gather collects new parameters instead of gradients. The volume stays 2Ψ(N-1)/N
+(§7.2.1).
+
+    torchrun --standalone --nproc-per-node 2 stage1_os.py       # N = 2; without torchrun, N = 1
     python stage1_os.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
     git diff --no-index stage1_os.py stage2_grad.py             # what §5.2 adds
 
-Ψ is the number of parameters, N that of the ranks, § a section of the paper, arXiv 1910.02054 v3. Sections 3 to 6 of
-this file are the subject: a model, two collectives, a layer and its state, the train step.
+The first command trains: on GPUs, where the library NCCL carries data between ranks, or on the CPU, where
+gloo does. The second is rank 0 of 1024, on tensors that have a shape and no memory, and measures one step.
+Read each file down to the line "All below is the same in every stage": a model, two collectives, a layer
+and its state, the train step.
 """
 
-# ---- 1. Imports ------------------------------------------------------------------------------------------------
+# ---- 1. Imports --------------------------------------------------------------------------------------------
 
 import argparse
 import collections
@@ -35,6 +42,7 @@ import math
 import os
 import pydoc_data.topics
 import random
+import re
 import signal
 import sys
 import time
@@ -43,60 +51,32 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # unused, but torch.optim imports it later, and then it would keep the group of that moment
+import torch.distributed.nn  # or Adam imports it later, and it holds on to the process group at exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # simulated ranks: tensors with shapes and no memory
 from torch.utils._python_dispatch import TorchDispatchMode  # the meter: sees every tensor that is made
 
-# ---- 2. Configuration ------------------------------------------------------------------------------------------
-
-
-def option(default, text, *others, least=1, most=10**6):
-    """A field of Config: its default, its help, and what else it may be: one of `others`, or a number within limits."""
-    return dataclasses.field(default=default, metadata={"text": text, "others": others, "limits": (least, most)})
-
-
-@dataclasses.dataclass
-class Config:
-    """Every field is an option of the command line: --micro-batches sets micro_batches."""
-
-    layers: int = option(8, "transformer blocks", most=10**4)
-    width: int = option(384, "size C of the hidden state")
-    heads: int = option(6, "attention heads; must divide the width")
-    context: int = option(64, "tokens T in a sequence")
-    vocab: int = option(256, "size of the vocabulary; a token is a byte, so at least 256", least=256)
-    batch: int = option(4, "sequences B per rank and micro-batch")
-    micro_batches: int = option(1, "micro-batches per step; their gradients are summed in fp32", most=10**4)
-    steps: int = option(50, "optimizer steps; the last one is metered and not timed", most=10**9)
-    lr: float = option(5e-4, "learning rate after the warm-up", least=1e-12)
-    warmup: int = option(10, "steps in which the learning rate rises to that", least=0)
-    clip: float = option(1.0, "largest global norm of the gradient", least=1e-12)
-    loss_scale: float = option(2.0**16, "in float16: the loss is multiplied by this at first", most=2**64)
-    loss_scale_window: int = option(2000, "in float16: after so many good steps by twice as much", most=10**9)
-    seed: int = option(0, "decides the initial weights and the order of the data", least=-(2**63), most=2**63)
-    dtype: str = option("bfloat16", "of stored parameters, gradients and layer inputs", "float16", "float32")
-    compute: str = option("auto", "arithmetic; auto: float32, on most GPUs as stored", "bfloat16", "float16", "float32")
-    device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
-    collectives: str = option(
-        "auto", "gloo: as written out here; native: the library's; auto: native, except on gloo", "gloo", "native"
-    )
-    overlap: str = option("on", "off: wait for a collective where it starts, to see what overlap hides", "off")
-    data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
-    log_file: str = option("", "write records to this file, replacing it, one JSON object a line")
-    simulate_ranks: int = option(0, "run one step as rank 0 of this many ranks, on tensors without memory", least=0)
-
-
-# ---- 3. The model ----------------------------------------------------------------------------------------------
-# GPT-2 with pre-LayerNorm and learned positions; the head is not tied to the embedding. All layers take (x, y) and
-# only the head reads the targets y, so that one loop serves all layers.
+# ---- 2. The model ------------------------------------------------------------------------------------------
+# A small GPT-2: LayerNorm before attention and MLP, learned positions. Only the head differs: it has a weight
+# of its own, not the embedding's, so that each layer stands alone.
+#
+# The model is a plain list of layers: [Embedding, Block, ..., Block, Head]. Each is called with (x, y),
+# where x is the output of the layer below. Only the head reads y, the tokens to predict, and returns the
+# loss. So the train step can treat all layers alike.
+#
+# `cfg` is the command line (section 7). The model reads from it the sizes: layers, width C, heads, context
+# T, vocab. B is the number of sequences in a micro-batch.
 
 
 def initialize(module, cfg):
-    """GPT-2's initial weights; those that add to the residual stream are scaled down. Norms stay at PyTorch's own."""
+    """GPT-2's initial weights. LayerNorm keeps PyTorch's own: weight 1, bias 0."""
     for name, weight in module.named_parameters():
-        if weight.dim() == 2:
-            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * cfg.layers) if name.endswith("proj.weight") else 0.02)
+        if name.endswith("proj.weight"):
+            # Two of these in each block add to x: the deeper the model, the smaller they start.
+            nn.init.normal_(weight, std=0.02 / math.sqrt(2 * cfg.layers))
+        elif weight.dim() == 2:
+            nn.init.normal_(weight, std=0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(weight)
 
@@ -108,7 +88,7 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(cfg.context, cfg.width)
         initialize(self, cfg)
 
-    def forward(self, x, y):  # x (B, T) int64 -> (B, T, C)
+    def forward(self, x, y):  # x (B, T) int64, the tokens -> (B, T, C)
         return self.token(x) + self.position.weight[: x.shape[1]]
 
 
@@ -126,10 +106,10 @@ class Block(nn.Module):
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        qkv = self.qkv(self.attention_norm(x))
-        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_proj(heads.transpose(1, 2).reshape(B, T, -1))
+        qkv = self.qkv(self.attention_norm(x))  # (B, T, 3C): queries, keys and values, side by side
+        q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each (B, heads, T, C/heads)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # causal: no token sees a later one
+        x = x + self.attention_proj(heads.transpose(1, 2).reshape(B, T, -1))  # heads side by side again
         return x + self.mlp_proj(F.gelu(self.mlp_up(self.mlp_norm(x))))
 
 
@@ -140,182 +120,269 @@ class Head(nn.Module):
         self.logits = nn.Linear(cfg.width, cfg.vocab, bias=False)
         initialize(self, cfg)
 
-    def forward(self, x, y):  # x (B, T, C), y (B, T) int64 -> the mean loss, 0-d fp32
-        return F.cross_entropy(self.logits(self.norm(x)).float().flatten(0, 1), y.flatten())
+    def forward(self, x, y):  # x (B, T, C), y (B, T) int64, the next tokens -> the mean loss, 0-d fp32
+        logits = self.logits(self.norm(x)).float()  # fp32: the loss sums many small numbers
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-# ---- 4. Collectives --------------------------------------------------------------------------------------------
+# ---- 3. Collectives ----------------------------------------------------------------------------------------
+# A collective is a function that all ranks call together. ZeRO-DP needs two. Say N = 2, and each rank has a
+# vector of four numbers:
+#
+#                        rank 0         rank 1
+#     before            a b c d        e f g h
+#     reduce-scatter    A B            C D            A = (a + e) / 2, ...: each rank averages its own slice
+#     all-gather        A B C D        A B C D        each rank sends its slice to all the others
+#
+# In a row they are an all-reduce (§7.1): every rank has the whole average. Why not call all_reduce, then?
+# Because all of ZeRO happens between the two halves, or uses one without the other.
+#
+# What do they cost? A slice is 1/N of a vector of n elements. In the reduce-scatter a rank sends away every
+# slice but its own, in the all-gather it sends its own slice N-1 times. Each time that is n(N-1)/N
+# elements.
+
+
+class Transfer:
+    """A collective under way. Compute something else in the meantime, then call wait() to get its result."""
+
+    def __init__(self, comm, name, layer, works, buffers, result, finish=None):
+        self.comm = comm
+        self.name = name
+        self.layer = layer  # the layer whose vector it is
+        self.works = works  # PyTorch's handles: one, or one for each broadcast
+        self.buffers = buffers  # being read or written until wait(): nobody else may write or free them
+        self.result = result
+        self.finish = finish  # a function that makes the result of what was received, or None
+        self.started_at = comm.meter.now()
+        if not comm.overlap:
+            self.complete()
+
+    def wait(self):
+        """Returns the result, once, as soon as it is here. On a GPU the stream waits, and Python goes on."""
+        self.complete()
+        result = self.result
+        self.result = None  # a second reference would keep it in memory for longer than the caller needs it
+        return result
+
+    def complete(self):
+        if not self.works:
+            return
+        meter = self.comm.meter
+        waiting_since = meter.now()
+        while self.works:
+            self.works.pop(0).wait()  # dropped at once: PyTorch's handle would keep its tensors alive
+        layer = self.layer.name if self.layer else ""
+        meter.spans.append((self.name, layer, self.started_at, waiting_since, meter.now()))
+        meter.settle(self.buffers)
+        if self.finish is not None:
+            self.result = self.finish(self.result)
+        self.buffers = None
 
 
 class Collectives:
     """reduce_scatter and all_gather of one flat vector, and the count of what a rank sends.
 
-    Both start the transfer and return `wait`, a function that ends it and returns the result; what is computed
-    between the two hides the transfer. All ranks must start them in the same order: the order of the layers, never
-    the order in which gradients happen to arrive.
+    Both start a transfer and return it: what is computed between the start and wait() hides the time it
+    takes. All ranks must start the same collectives in the same order, the order of the layers. A
+    collective has no name on the wire: whatever one rank calls as its third meets whatever the others call
+    as their third.
     """
 
     def __init__(self, cfg, meter, group):
-        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
-        # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; its all-gather takes twice the
-        # time of broadcasts. NCCL's are right, and 1024 broadcasts a layer would make a simulation slow.
-        self.native = cfg.collectives == "native" or cfg.collectives == "auto" and dist.get_backend() != "gloo"
-        self.overlap, self.meter = cfg.overlap == "on", meter
-        self.sent = {}  # collective -> calls, and the elements and bytes that a rank sends in it by §7.1's count
+        self.group = group  # the ranks that call together
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.meter = meter
+        self.overlap = cfg.overlap == "on"
+        self.sent = {}  # collective -> calls, and the elements and bytes that this rank sends in them
+        # NCCL has both collectives. gloo implements reduce-scatter as an all-reduce, which sends twice the
+        # bytes, and its all-gather takes twice as long as broadcasts. So for gloo they are written out
+        # below.
+        self.native = cfg.collectives == "native"
+        if cfg.collectives == "auto":
+            self.native = dist.get_backend() != "gloo"
 
     def reduce_scatter(self, full, layer):
         """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
 
-        The paper's picture of P_g (§5.2): everyone mails slice r to rank r, and rank r adds them up. So it is written
-        out for gloo: the sum is fp32, in the order of the ranks, so every run gives the same bits, and takes n elements
-        to receive. Natively the library sums, in its order and in the dtype of `full`.
+        Written out for gloo it is the plainest picture of P_g (§5.2): every rank mails slice r to rank r,
+        and rank r adds up what arrives. It sums in fp32 and in the order of the ranks, so every run gives
+        the same bits, and takes n elements of memory to receive. NCCL sums in its own order and in the
+        dtype of `full`.
         """
-        if self.native:
+        self.count("reduce_scatter", full)
+        if self.native:  # (PyTorch before 2.13 called it reduce_scatter_tensor)
             shard = full.new_empty(full.numel() // self.world_size)
-            works = [dist.reduce_scatter_single(shard, full, op=dist.ReduceOp.AVG, group=self.group, async_op=True)]
-            return self.started("reduce_scatter", layer, full, works, [full, shard], lambda: shard)
+            average = dist.ReduceOp.AVG
+            works = [dist.reduce_scatter_single(shard, full, op=average, group=self.group, async_op=True)]
+            return Transfer(self, "reduce_scatter", layer, works, [full, shard], shard)
         received = torch.empty_like(full)
         works = [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
+        return Transfer(self, "reduce_scatter", layer, works, [full, received], received, self.average)
 
-        def average():
-            total = torch.zeros(full.numel() // self.world_size, dtype=torch.float32, device=full.device)
-            for part in received.chunk(self.world_size):
-                total += part
-            return total.div_(self.world_size)
-
-        return self.started("reduce_scatter", layer, full, works, [full, received], average)
+    def average(self, received):
+        """received (n,), a slice from each of N ranks -> their average (n/N,) fp32."""
+        total = torch.zeros(received.numel() // self.world_size, dtype=torch.float32, device=received.device)
+        for part in received.chunk(self.world_size):
+            total += part
+        return total.div_(self.world_size)
 
     def all_gather(self, full, layer):
-        """Completes a vector of which every rank has its own slice. full (n,), filled in place -> wait() -> full."""
+        """Completes, in place, a vector of which each rank has its own slice. full (n,) -> wait() -> full."""
+        self.count("all_gather", full)
         if self.native:
             part = full.numel() // self.world_size
-            slices = [full[self.rank * part : (self.rank + 1) * part]]
-            works = [dist.all_gather_single(full, slices[0], group=self.group, async_op=True)]
-        else:  # each owner broadcasts its slice, as §5.3 words it
-            slices = full.chunk(self.world_size)
-            works = [dist.broadcast(s, group=self.group, group_src=r, async_op=True) for r, s in enumerate(slices)]
-        return self.started("all_gather", layer, full, works, slices, lambda: full)
+            mine = full[self.rank * part : (self.rank + 1) * part]
+            works = [dist.all_gather_single(full, mine, group=self.group, async_op=True)]
+            return Transfer(self, "all_gather", layer, works, [mine], full)
+        slices = full.chunk(self.world_size)
+        works = []
+        for owner in range(self.world_size):  # each owner broadcasts its slice, as §5.3 words it
+            works.append(dist.broadcast(slices[owner], group=self.group, group_src=owner, async_op=True))
+        return Transfer(self, "all_gather", layer, works, slices, full)
 
-    def started(self, name, layer, full, works, tensors, result, halves=1):
-        """Counts a collective over `full` and returns its wait(). Each half sends n(N-1)/N elements (§7.1)."""
+    def all_reduce(self, x, name="scalars"):
+        """Sums a tensor over the ranks, in place, and waits for it. Here only for scalars: a loss, a norm."""
+        self.count(name, x, halves=2)
+        flat = x.view(-1)
+        works = [dist.all_reduce(flat, group=self.group, async_op=True)]
+        return Transfer(self, name, None, works, [flat], x).wait()
+
+    def count(self, name, full, halves=1):
+        """Counts what this rank sends: n(N-1)/N elements for each half of an all-reduce (§7.1)."""
         elements = halves * full.numel() * (self.world_size - 1) // self.world_size
         sent = self.sent.setdefault(name, collections.Counter())
         sent.update(calls=1, elements=elements, bytes=elements * full.element_size())
-        start = self.meter.running and self.meter.now()
-
-        def wait():
-            stood = self.meter.now()
-            while works:
-                works.pop(0).wait()
-            self.meter.spans.append((name, layer, start, stood, self.meter.now()))
-            self.meter.settle(tensors)
-            return result()
-
-        if self.overlap:
-            return wait
-        value = wait()
-        return lambda: value
-
-    def all_reduce(self, x, name="scalars"):
-        """Sums a tensor over the ranks, in place, and waits for it. Scalars are no part of the volume of the model."""
-        flat = x.view(-1)
-        works = [dist.all_reduce(flat, group=self.group, async_op=True)]
-        return self.started(name, "", flat, works, [flat], lambda: x, halves=2)()
 
 
-# ---- 5. The layer and its state --------------------------------------------------------------------------------
+# ---- 4. The layer and its state ----------------------------------------------------------------------------
 
 
 class Layer:
     """A layer as a function of one flat vector of its parameters: `layer(flat, x, y)`.
 
-    Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of ZeRO is the
-    answer to three questions: where does the flat vector live, where does its gradient go, who owns its fp32 copy.
+    Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of ZeRO
+    is the answer to three questions, and each answer is marked where it is given:
+
+        1. Where does the flat vector live?    2. Where does its gradient go?    3. Who owns its fp32 copy?
     """
 
     def __init__(self, name, kind, cfg, comm, device):
-        self.name, self.dtype, self.compute = name, getattr(torch, cfg.dtype), getattr(torch, cfg.compute)
+        self.name = name
+        self.dtype = getattr(torch, cfg.dtype)  # of what is stored
+        self.compute = getattr(torch, cfg.compute)  # of the arithmetic
         with torch.device("meta"):
-            self.module = kind(cfg)  # names and forward(); it never holds a weight
+            self.module = kind(cfg)  # only for its forward() and the names: on "meta" weights have no memory
+        # The weights are drawn on the CPU, from a seed for this layer: alike on every rank and for every
+        # device.
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
-        initial = kind(cfg)  # the weights, drawn alike on every rank and for every device
-        weights = dict(initial.named_parameters())
-        self.constants = {name: constant.to(device) for name, constant in initial.named_buffers()}
+        weights = dict(kind(cfg).named_parameters())
         self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
-        # N ranks cut the vector into N equal slices, each a multiple of 16: fused Adam computes the last few elements
-        # of a vector with other instructions and other last bits, and so no cut moves an element there.
-        self.padded = math.ceil(self.psi / (16 * comm.world_size)) * 16 * comm.world_size
+        # All parameters end to end in one vector, then zeros, so that N ranks can cut it into equal slices:
+        #
+        #     | qkv.weight | qkv.bias | ...          ... | mlp_proj.bias | 0 0 0 |
+        #     | slice of rank 0  | slice of rank 1  | ...  | slice of rank N-1   |
+        #
+        # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
+        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
+        # fused Adam computes the last few elements of a vector in another way, which differs in the last
+        # bit. (The paper gives each rank one contiguous part of the model: the same bytes and volume, but
+        # unequal work.)
+        unit = 16 * comm.world_size
+        self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
         part = self.padded // comm.world_size
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
-        # The padding begins at zero and stays there, for nothing uses it and so its gradient is zero.
-        padding = torch.zeros(self.padded - self.psi)
-        full = torch.cat([*(weight.detach().flatten() for weight in weights.values()), padding]).to(device)
-        self.flat = full.to(self.dtype, copy=True)  # parameters (padded,) 16-bit: 2Ψ
+        full = torch.cat([weight.detach().flatten() for weight in weights.values()])
+        full = F.pad(full, (0, self.padded - self.psi)).to(device)
+        # Answer 1: whole, on every rank. (padded,) 16-bit, 2Ψ bytes.
+        self.flat = full.to(self.dtype, copy=True)
         self.shard = self.flat[self.own]  # §5.1: a view of this rank's slice
-        self.master = full[self.own].clone()  # §5.1: fp32, what Adam updates (padded/N,): 4Ψ/N, with its moments 12Ψ/N
-        self.grad = None  # made in the backward pass, handed to Adam in fp32
+        # Answer 3, §5.1: this rank, its slice. (padded/N,) fp32, 4Ψ/N bytes, and Adam's moments: 12Ψ/N. A
+        # clone, because a view would keep all of `full` alive.
+        self.master = full[self.own].clone()
+        self.grad = None  # made in the backward pass
 
     def __call__(self, flat, x, y):
-        """flat (padded,), x the layer's input -> its output in the stored dtype, or the loss in fp32.
+        """flat (padded,), x the layer's input -> the layer's output in the stored dtype, or the loss in fp32.
 
-        A CPU without units for 16 bits multiplies such matrices 30 to 100 times slower than fp32 ones, so what is
-        stored in 16 bits may be widened here for the arithmetic. Such a copy lives as long as the layer computes.
+        A CPU without units for 16-bit arithmetic multiplies such matrices 30 to 100 times slower than fp32
+        ones. So what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which lives as
+        long as this call. If the dtype is the same already, it returns the tensor itself.
         """
-        pieces = flat.to(self.compute).split(self.sizes)  # the last piece is the padding, which nothing uses
-        weights = {name: piece.view(shape) for (name, shape), piece in zip(self.shapes.items(), pieces)}
-        x = x.to(self.compute) if x.is_floating_point() else x
-        out = torch.func.functional_call(self.module, weights | self.constants, (x, y))
-        return out.to(self.dtype) if out.dim() else out
+        weights = {}
+        pieces = flat.to(self.compute).split(self.sizes)  # views; the last one, the padding, goes unused
+        for (name, shape), piece in zip(self.shapes.items(), pieces):
+            weights[name] = piece.view(shape)
+        if x.is_floating_point():  # not the embedding's input, token numbers
+            x = x.to(self.compute)
+        out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), with these weights
+        if out.dim() == 0:  # the head's loss
+            return out
+        return out.to(self.dtype)
 
 
 def make_layers(cfg, comm, device):
-    """[embedding, block 0, ..., head], one by one: what a rank keeps nothing of is gone before the next is made."""
-    kinds = {"embedding": Embedding} | {f"block {i}": Block for i in range(cfg.layers)} | {"head": Head}
-    return [Layer(name, kind, cfg, comm, device) for name, kind in kinds.items()]
+    """[embedding, block 0, ..., head]. What a rank doesn't keep of one is freed before the next is made."""
+    layers = [Layer("embedding", Embedding, cfg, comm, device)]
+    for i in range(cfg.layers):
+        layers.append(Layer(f"block {i}", Block, cfg, comm, device))
+    layers.append(Layer("head", Head, cfg, comm, device))
+    return layers
 
 
 def named_states(layers, adam):
-    """(tensor, category) of what every step finds and leaves: the model states."""
+    """(tensor, category, layer) of all that is there when a step begins, and still when it has ended."""
     for layer in layers:
-        yield layer.flat, "parameters"
-        yield layer.master, "optimizer"
-    for state in adam.state.values():
-        yield state["exp_avg"], "optimizer"
-        yield state["exp_avg_sq"], "optimizer"
-        yield state["step"], "buffers"
+        yield layer.flat, "parameters", layer
+        yield layer.master, "optimizer", layer
+        state = adam.state[layer.master]
+        yield state["exp_avg"], "optimizer", layer  # momentum
+        yield state["exp_avg_sq"], "optimizer", layer  # variance
+        yield state["step"], "buffers", layer
 
 
 def full_master(layer, comm):
-    """A layer's whole fp32 master copy (padded,), for the checksum of the weights."""
+    """A layer's whole fp32 copy (padded,), for the checksum of the weights."""
     full = torch.empty(layer.padded, device=layer.master.device)  # §5.1: a rank has its slice only
     full[layer.own] = layer.master
-    return comm.all_gather(full, layer.name)()
+    return comm.all_gather(full, layer).wait()
 
 
 def paper_states(psi, world_size, cfg):
-    """Bytes of model states per rank: parameters + gradients + optimizer states."""
-    width = 4 if cfg.dtype == "float32" else 2
-    grad_width = width if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
-    return width * psi + grad_width * psi + 12 * psi / world_size  # §5.1: 2Ψ + 2Ψ + KΨ/N, K = 12
+    """The paper's bytes of model states on a rank, for psi parameters. Compare with what the meter counts."""
+    param_bytes = 4 if cfg.dtype == "float32" else 2
+    grad_bytes = param_bytes if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
+    parameters = param_bytes * psi  # 2Ψ
+    gradients = grad_bytes * psi  # 2Ψ
+    optimizer = 12 * psi / world_size  # KΨ/N, with K = 12 (§5.1)
+    return parameters + gradients + optimizer
 
 
 def paper_volume(layers, world_size, cfg):
-    """Elements that a rank sends in a step, and the formula in words."""
+    """The paper's number of elements that a rank sends in a step, and the formula in words."""
     psi = sum(layer.psi for layer in layers)
-    return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"  # §7.1, §7.2.1: reduce-scatter Ψ + all-gather Ψ
+    # §7.1, §7.2.1: a reduce-scatter of Ψ and an all-gather of Ψ
+    return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"
 
 
-# ---- 6. The train step -----------------------------------------------------------------------------------------
+# ---- 5. The train step -------------------------------------------------------------------------------------
+# What happens at the same time in the backward pass, here of four layers (time goes to the right):
+#
+#     computes          head       block 1    block 0    embedding
+#     reduce-scatter               head       block 1    block 0      embedding
+#
+# While a layer computes, the gradient of the layer above it is on its way. If the network is fast enough,
+# only what comes after the last computation takes extra time.
 
 
 def sum_of_squares(vectors):
-    """The sum of the squares of all elements, 0-d float64, so precise that rounded to fp32 it hardly ever shows the
-    order of the sum. In pieces, because each piece is widened to 8 bytes."""
+    """The sum of the squares of all elements, 0-d float64. Stages add in different orders, which in float64
+    hardly ever changes the norm once it is rounded to fp32. In pieces, because .double() makes a copy."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        for piece in vector.chunk(16):
+        for piece in vector.split(2**20):
             piece = piece.double()
             total += piece.dot(piece)
     return total
@@ -323,87 +390,124 @@ def sum_of_squares(vectors):
 
 @torch.no_grad()
 def train_step(layers, adam, batches, scale, cfg, comm, meter):
-    """One step: forward and backward of every micro-batch, the reduction of the gradients, Adam.
+    """One step of training, under five headings: forward, backward, global norm, Adam, new parameters.
 
-    batches: list of (x, y); scale: what the loss is multiplied by, 1 except in float16. Returns the loss, the mean over
-    ranks and micro-batches, and the global norm of the gradient, both 0-d fp32 and not scaled. Nothing here reads a
-    number back from the device, so Python never waits for it and can queue the whole step ahead.
+    batches   the micro-batches: a list of (x, y), tokens and next tokens, both (B, T) int64
+    scale     what the loss is multiplied by: 1, except in float16
+    returns   the mean loss over ranks and micro-batches, and the norm of the gradient; 0-d fp32, not scaled
+
+    Nothing here reads a number back from the device, so Python never waits for it and can queue the whole
+    step ahead. Lines with `meter.` only measure: skip them when you read.
     """
     dtype = layers[0].dtype
-    grad_dtype = dtype if len(batches) == 1 else torch.float32  # small terms vanish in a 16-bit sum
+    grad_dtype = dtype
+    if len(batches) > 1:
+        grad_dtype = torch.float32  # several gradients are added up, and small terms vanish in a 16-bit sum
     loss = torch.zeros((), dtype=torch.float64, device=meter.device)
-    reducing = []  # the reduce-scatter under way: (layer, wait), at most one
+    reducing = None  # the reduce-scatter under way
 
-    def finish_reduction():
-        while reducing:
-            layer, wait = reducing.pop()
-            layer.grad[layer.own] = wait().to(dtype)  # §5.1: no second half; rounded, as the gather of stage 0 does
+    def finish_reduction(reducing):
+        """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
+        of send and receive buffers."""
+        layer = reducing.layer
+        # §5.1: no second half. Rounded to 16 bits, as stage 0's all-gather does.
+        layer.grad[layer.own] = reducing.wait().to(dtype)
 
     for micro, (tokens, y) in enumerate(batches):
-        # Forward. Only the layers' inputs are kept: activation checkpoints (§3.2). The head can wait for the backward.
-        x, inputs = tokens, [tokens]
+        # 1. Forward. Keep only the input of each layer, an activation checkpoint (§3.2): whatever is
+        # computed from it is computed again in the backward pass. Leave out the head: its backward pass
+        # follows at once, and runs it.
+        x = tokens
+        inputs = [tokens]
         for layer in layers[:-1]:
             flat = layer.flat
-            with meter.computing("forward", layer.name):
+            with meter.computing("forward", layer):
                 x = layer(flat, x, y)
             inputs.append(x)
 
-        # Backward, in reverse order: recompute a layer from its input, differentiate, forget. The first dx is the
-        # derivative of the step's loss: 1/m, for the mean over m micro-batches, times the scale.
-        dx = [torch.full((), scale / len(batches), device=meter.device)]
+        # 2. Backward, from the head down: compute the layer again from its input, differentiate, forget.
+        # `dout` holds the derivative of the step's loss by the layer's output. The step's loss is the mean
+        # over m micro-batches times the scale, and the head's output is the loss of one of them: so it
+        # begins as scale/m.
+        dout = [torch.full((), scale / len(batches), device=meter.device)]
         for layer in reversed(layers):
-            flat, x = layer.flat, inputs.pop()
-            with meter.computing("backward", layer.name):
-                wanted = [tensor.requires_grad_() for tensor in (flat, x) if tensor.is_floating_point()]
+            flat = layer.flat
+            x = inputs.pop()
+            with meter.computing("backward", layer):
+                # Detached: the same memory, but marked for autograd here alone, and not for the rest of its
+                # life.
+                flat = flat.detach().requires_grad_()
+                leaves = [flat]
+                if layer is not layers[0]:  # there is no derivative by token numbers
+                    x = x.detach().requires_grad_()
+                    leaves = [flat, x]
                 with torch.enable_grad():
                     out = layer(flat, x, y)
-                flat_grad, *dx = torch.autograd.grad(out, wanted, dx)
-                meter.name(flat_grad, "gradients")
+                # The chain rule: from the derivative by `out` to those by `flat`, which is this layer's
+                # gradient, and by `x`, which is the `dout` of the layer below. (A list of one; empty after
+                # the embedding.)
+                flat_grad, *dout = torch.autograd.grad(out, leaves, dout)
+                meter.name(flat_grad, "gradients", layer)
                 if layer is layers[-1]:
                     loss += out.detach() / len(batches)
-                # The graph behind `out` keeps the parameters and activations it was made from: let go of all of it.
-                del flat, x, wanted, out
-            layer.grad = flat_grad.to(grad_dtype) if layer.grad is None else layer.grad.add_(flat_grad)
-            meter.name(layer.grad, "gradients")
+                # `out` holds the graph, and that the parameters and activations: delete every reference to
+                # it.
+                del flat, x, leaves, out
+            # Answer 2: the gradient stays, whole, on every rank. Micro-batches add up.
+            if layer.grad is None:
+                layer.grad = meter.name(flat_grad.to(grad_dtype), "gradients", layer)
+            else:
+                layer.grad += flat_grad
             del flat_grad
-            # Reduce once a step, after the last micro-batch, and while the next layer computes. First finish the
-            # reduction before it: two at once would hold two pairs of send and receive buffers.
+            # After the last micro-batch, average it over the ranks while the next layer computes.
             if micro == len(batches) - 1:
-                finish_reduction()
-                full = meter.name(layer.grad.to(dtype), "gradients")
-                reducing.append((layer, comm.reduce_scatter(full, layer.name)))
+                if reducing is not None:
+                    finish_reduction(reducing)
+                full = meter.name(layer.grad.to(dtype), "gradients", layer)
+                reducing = comm.reduce_scatter(full, layer)
                 del full
-    finish_reduction()
+    finish_reduction(reducing)
     meter.mark("before the optimizer step")
 
-    # Of the average gradient every rank squares its own slice, and the sum over the ranks is the same on all of them.
+    # 3. Global norm: the length of the whole model's gradient. Every rank squares its own slice of the
+    # average, and the sum over ranks is the same on all of them. The loss travels along.
     squares = sum_of_squares([layer.grad[layer.own] for layer in layers])
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()
-    # Fused Adam divides the gradient by `grad_scale`, and leaves parameters, moments and step count untouched where
-    # `found_inf` is 1. The norm is the same on every rank, so all ranks clip alike and skip alike.
-    adam.grad_scale = (norm / cfg.clip).clamp(min=1) * scale
-    adam.found_inf = (~norm.isfinite()).float()
     meter.mark("norm")
-    # Adam wants the gradients of all that it updates in fp32. §5.1: 4Ψ/N bytes, 1/N of §3.2's fused buffer.
+
+    # 4. Adam. Clip, and undo the loss scale: every gradient g becomes
+    #
+    #     g / (scale · max(1, norm / clip))
+    #
+    # PyTorch's fused Adam does that itself: it divides by its attribute `grad_scale`, and does nothing at
+    # all where `found_inf` is 1. (Both are made for torch.amp.GradScaler, and other optimizers may not read
+    # them.) The norm is the same on every rank, so all ranks clip alike and skip the same steps.
+    adam.grad_scale = scale * (norm / cfg.clip).clamp(min=1)
+    adam.found_inf = (~norm.isfinite()).float()
+    # Adam needs an fp32 gradient for every fp32 parameter: §5.1, 4Ψ/N bytes, 1/N of §3.2's fused buffer.
     for layer in layers:
-        layer.master.grad, layer.grad = layer.grad[layer.own].float(), None
+        layer.master.grad = layer.grad[layer.own].float()
+        layer.grad = None
     meter.mark("fp32 gradients")
     adam.step()
     adam.zero_grad()
     meter.mark("Adam")
+
+    # 5. New parameters: the fp32 copy, rounded to the stored dtype.
     for layer in layers:
         layer.shard.copy_(layer.master)
-    # §5.1: each owner hands out its updated slice. All start at once, for nothing is left to compute meanwhile.
-    for wait in [comm.all_gather(layer.flat, layer.name) for layer in layers]:
-        wait()
+    # §5.1: each owner hands out its updated slice. Start all at once: nothing is left to compute meanwhile.
+    gathers = [comm.all_gather(layer.flat, layer) for layer in layers]
+    for gather in gathers:
+        gather.wait()
     meter.mark("parameters updated")
     return (loss / comm.world_size).float(), norm
 
 
-# ==== All below is the same in every stage: the instrument that measures the step, and the run that calls it. ====
+# ==== All below is the same in every stage: the instrument that measures a step, and the run ================
 
-# ---- 7. The memory meter ---------------------------------------------------------------------------------------
+# ---- 6. The memory meter ---------------------------------------------------------------------------------
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -411,125 +515,182 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 class Meter(TorchDispatchMode):
     """Counts the live bytes of one step by category, from the storages that really exist.
 
-    While it is on it sees the result of every operation, though not what a kernel makes and frees inside. A storage it
-    has not seen is a birth; a finalizer tells of the death. A storage often gets its name only later (a gradient is
-    known as one when autograd returns it), so births and deaths are written to a trace first, and counted at the end
-    under the final names.
+    While it is on, PyTorch shows it the result of every operation, though not what a kernel makes and frees
+    inside. A new storage is recorded as allocated; a finalizer records when it is freed. What it holds is
+    often known only later (a gradient is one when autograd returns it), so the record is counted at the
+    end.
     """
 
     def __init__(self, device):
         super().__init__()
-        self.device, self.running = device, False
-        self.default = "buffers"  # what a storage is until it is named
-        self.spans = []  # (what, layer, its start, when the step began and when it ceased to wait for it)
+        self.device = device
+        self.running = False
+        self.default = "buffers"  # the category of a storage until it is named
+        self.spans = []  # (what, layer, when it began, when waiting for it began, when it ended)
 
     def start(self, named):
-        """Begins a trace with the (tensor, category) pairs that are alive already."""
+        """Begins a trace with what exists already, as (tensor, category) or (tensor, category, layer)."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # of PyTorch's allocator, so that it too tells of this step alone
+            torch.cuda.reset_peak_memory_stats()  # PyTorch's own count, printed beside ours
         self.running, self.began = True, self.now()
-        self.trace = []  # (number, +bytes) for a birth, (number, -bytes) for a death, (label, time) for a mark
+        self.clock_ms = 1e3 * time.perf_counter()  # on one machine the same clock for all ranks
+        self.trace = []  # (number, +bytes) at birth, (number, -bytes) at the end, (label, time) at a mark
         self.category = []  # number of a storage -> its category
+        self.layer = []  # and the name of its layer, if it belongs to one
+        self.birth = []  # and its birth: {bytes, shape, operation, part}
+        self.part = ""  # of the step: the layer's call that runs, if one does
         self.number = {}  # id() of a living storage -> its number
-        for tensor, category in named:
-            self.name(tensor, category)
+        for tensor in named:
+            self.name(*tensor)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
+                self.see(tensor, str(function))
         return result
 
-    def see(self, tensor):
-        """Gives the tensor's storage a number at first sight, and notes its birth and, when it comes, its death."""
+    def see(self, tensor, operation="before the step"):
+        """Numbers the tensor's storage at first sight, and records its birth and, in time, its end."""
         storage = tensor.untyped_storage()
         if id(storage) not in self.number:
             key, number, size = id(storage), len(self.category), storage.nbytes()
             self.number[key] = number
             self.category.append(self.default)
+            self.layer.append("")
+            shape = [*tensor.shape]
+            self.birth.append({"bytes": size, "shape": shape, "operation": operation, "part": self.part})
             self.trace.append((number, size))
             weakref.finalize(storage, lambda: self.trace.append((self.number.pop(key), -size)))
         return self.number[id(storage)]
 
-    def name(self, tensor, category):
-        """Says what a tensor is, from its birth on. Returns the tensor."""
+    def name(self, tensor, category, layer=None):
+        """Says what a tensor holds, from its birth on, and of which layer. Returns the tensor."""
         if self.running:
-            self.category[self.see(tensor)] = category
+            number = self.see(tensor)
+            self.category[number] = category
+            if layer is not None:
+                self.layer[number] = layer.name
         return tensor
 
     def mark(self, label):
-        """Notes a moment of the step for the timeline."""
+        """Ends a part of the step, for the timeline."""
         if self.running:
             self.trace.append((label, self.now()))
 
     def settle(self, tensors):
-        """gloo's thread lets go of a tensor a moment after wait() returns. Give it that moment while the meter is on,
-        or the live bytes would differ from run to run."""
+        """Waits until gloo's thread has let go of what it carried, a moment after wait() returned. Then equal
+        runs count equal bytes, and a test can ask for exactly the formula: that is worth ten lines."""
         if not self.running or dist.get_backend() != "gloo":
             return
         give_up = time.perf_counter() + 10
         while any(tensor._use_count() > 1 for tensor in tensors):
-            assert time.perf_counter() < give_up, "a view or a work holds what was transferred: del it earlier"
+            assert time.perf_counter() < give_up, "a view or a work holds what was carried: del it earlier"
             time.sleep(0)
-        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, and for that it needs the GIL
+        time.sleep(2e-3)  # the thread's last act is to drop a reference of Python's, which takes the GIL
 
     @contextlib.contextmanager
     def computing(self, what, layer):
-        """The call of a layer or its backward: what is made in here and not named is an activation."""
-        self.default, start = "activations", self.running and self.now()
+        """A layer's call or its backward: what is born in here and not named is an activation."""
+        start = self.now() if self.running else None
+        self.default, self.part = "activations", f"{what} {layer.name}"
         yield
-        self.default = "buffers"
+        self.default, self.part = "buffers", ""
         if self.running:
-            self.spans.append((what, layer, start, self.now(), self.now()))  # nothing waits for it
-            self.mark(f"{what} {layer}")
+            end = self.now()
+            self.spans.append((what, layer.name, start, end, end))  # nothing waits for it
+            self.mark(f"{what} {layer.name}")
 
     def now(self):
-        """The time, as the device's queue reaches this point: a CUDA event, or seconds of the CPU's clock."""
+        """The time at which the device gets here: a CUDA event, or seconds of the CPU's clock."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
+    def ms(self, start, end):
+        """Milliseconds between two results of now()."""
+        return start.elapsed_time(end) if self.device.type == "cuda" else 1e3 * (end - start)
+
     def replay(self):
-        """Counts the trace: a list of moments {label, ms, category: bytes}, and the moment of the peak."""
-        live, total, most, peak, timeline = dict.fromkeys(CATEGORIES, 0), 0, 0, {}, []
-        for key, value in self.trace:
+        """Counts the trace. Returns the marks [{label, ms, category: bytes, held: {layer: {state:
+        bytes}}}], the peak {category: bytes}, the part of the step that it is in (the label of the next
+        mark), and what lives there [{bytes, shape, operation, part, category, layer}]."""
+        live = dict.fromkeys(CATEGORIES, 0)
+        timeline, peak, peak_in, alive, at_peak = [], dict(live), None, set(), 0
+        held = collections.defaultdict(collections.Counter)  # layer -> bytes of its states
+        for position, (key, value) in enumerate(self.trace):
             if isinstance(key, str):
-                timeline.append({"label": key, "ms": elapsed_ms(self.began, value), **live})
+                states = {layer: dict(+sizes) for layer, sizes in held.items()}
+                timeline.append({"label": key, "ms": self.ms(self.began, value), **live, "held": states})
+                peak_in = peak_in or key
                 continue
             live[self.category[key]] += value
-            total += value
-            if total > most:
-                most, peak = total, dict(live)
-        return timeline, peak
+            if self.layer[key]:
+                held[self.layer[key]][self.category[key]] += value
+            if sum(live.values()) > sum(peak.values()):
+                peak, peak_in = dict(live), None  # the next label tells
+                at_peak = position
+        for key, _ in self.trace[: at_peak + 1]:
+            if not isinstance(key, str):
+                alive ^= {key}  # born, freed
+        named = zip(self.birth, self.category, self.layer)
+        storages = [birth | {"category": category, "layer": layer} for birth, category, layer in named]
+        return timeline, peak, peak_in, [storages[number] for number in sorted(alive)]
 
     def timed(self):
-        """Spans as records: start and end in ms from the start of the trace, and how long the rank stood waiting."""
-        for what, layer, start, stood, end in self.spans:
-            times = {"start_ms": elapsed_ms(self.began, start), "end_ms": elapsed_ms(self.began, end)}
-            yield {"what": what, "layer": layer, **times, "waited_ms": elapsed_ms(stood, end)}
+        """The spans as records, in ms from the start of the trace."""
+        for what, layer, *times in self.spans:
+            start, waiting_since, end = (self.ms(self.began, time) for time in times)
+            waited = end - waiting_since
+            yield {"what": what, "layer": layer, "start_ms": start, "end_ms": end, "waited_ms": waited}
 
 
-def elapsed_ms(start, end):
-    """Milliseconds between two results of Meter.now()."""
-    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start)
+# ---- 7. Configuration, the command line, data --------------------------------------------------------------
 
 
-# ---- 8. Command line and data ----------------------------------------------------------------------------------
+def option(default, text, *others, least=1):
+    """A field of Config: its default, its help, and its other choices or, of a number, the smallest."""
+    return dataclasses.field(default=default, metadata={"text": text, "others": others, "least": least})
+
+
+@dataclasses.dataclass
+class Config:
+    layers: int = option(8, "transformer blocks")
+    width: int = option(384, "size C of the hidden state")
+    heads: int = option(6, "attention heads; must divide the width")
+    context: int = option(64, "tokens T in a sequence")
+    vocab: int = option(256, "size of the vocabulary, 256 or more: a token is a byte", least=256)
+    batch: int = option(4, "sequences B per rank and micro-batch")
+    micro_batches: int = option(1, "micro-batches per step; their gradients are summed in fp32")
+    steps: int = option(50, "optimizer steps; the last one is metered and not timed")
+    lr: float = option(5e-4, "learning rate after the warm-up", least=1e-12)
+    warmup: int = option(10, "steps over which the learning rate rises to --lr", least=0)
+    clip: float = option(1.0, "largest global norm of the gradient", least=1e-12)
+    loss_scale: float = option(2.0**16, "float16 only: factor on the loss at the start")
+    loss_scale_window: int = option(2000, "float16 only: double it after so many steps without overflow")
+    seed: int = option(0, "fixes the initial weights and the order of the data", least=-(2**63))
+    dtype: str = option("bfloat16", "type in which parameters and gradients are stored", "float16", "float32")
+    compute: str = option("auto", "type of the arithmetic", "bfloat16", "float16", "float32")
+    device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
+    collectives: str = option("auto", "gloo: as written out here; native: the library's", "gloo", "native")
+    overlap: str = option("on", "off: wait for each collective at once, to see what overlap saves", "off")
+    data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
+    log_file: str = option("", "write JSON records to this file, one a line (replaces it)")
+    simulate_ranks: int = option(0, "run one step as rank 0 of so many, on tensors without memory", least=0)
 
 
 def fail(message):
-    """Ends the run with one line and exit status 2, for what the user can put right: no traceback."""
+    """Ends the run with one line and exit status 2, for mistakes that the user can fix: no traceback."""
     if from_torchrun("LOCAL_RANK", 0) > 0:
-        time.sleep(10)  # torchrun ends all ranks as soon as one has failed: local rank 0 speaks, unless it is well
+        time.sleep(10)  # torchrun ends all ranks when one fails: local rank 0 speaks, unless it is well
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
 
 def from_torchrun(name, alone):
-    """A number that torchrun puts into the environment; `alone` in a process that it has not started."""
+    """A number that torchrun puts into the environment, or `alone` if it has not started this process."""
     return int(os.environ[name]) if dist.is_torchelastic_launched() else alone
 
 
@@ -541,19 +702,16 @@ def parse_args():
     fields = {"--" + field.name.replace("_", "-"): field for field in dataclasses.fields(Config)}
     for name, field in fields.items():
         text, others = field.metadata["text"], field.metadata["others"]
-        kind = {"choices": (field.default, *others)} if others else {"type": field.type, "metavar": field.type.__name__}
-        parser.add_argument(name, help=text + f" (default: {field.default})" * (field.default != ""), **kind)
+        text += f" (default: {field.default})" if field.default != "" else ""
+        choices = {"choices": (field.default, *others)} if others else {"type": field.type, "metavar": ""}
+        parser.add_argument(name, help=text, **choices)
     cfg = parser.parse_args(namespace=Config())
-
     for name, field in fields.items():
-        value, (least, most) = getattr(cfg, field.name), field.metadata["limits"]
-        if field.type is not str and not least <= value <= most:
-            fail(f"{name} {value} must lie between {least} and {most}")
+        value, least = getattr(cfg, field.name), field.metadata["least"]
+        if field.type is not str and not least <= value < math.inf:
+            fail(f"{name} {value} must be {least} or more")
     if cfg.width % cfg.heads:
-        fit = next(heads for heads in range(min(cfg.heads, cfg.width), 0, -1) if cfg.width % heads == 0)
-        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}; take --heads {fit}, say")
-    if cfg.micro_batches * cfg.batch * cfg.context > 10**9:
-        fail("--micro-batches x --batch x --context is more than 10^9 tokens a step; take a smaller one")
+        fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}")
     if cfg.simulate_ranks and dist.is_torchelastic_launched():
         fail("--simulate-ranks is for one process: start it with python, without torchrun")
     return cfg
@@ -561,60 +719,57 @@ def parse_args():
 
 def load_data(cfg):
     """The training text as bytes."""
-    data = "\n".join(pydoc_data.topics.topics.values()).encode()
+    text = "\n".join(pydoc_data.topics.topics.values())
+    data = re.sub(r"(\W)\1{3,}", r"\1", text).encode()  # without the rows of spaces and dashes of its tables
     if cfg.data:
-        if not os.path.isfile(cfg.data):  # ranks can't share a pipe, and an unwritten one would hang
-            fail(f"--data {cfg.data} is not there, or is no regular file")
-        if os.path.exists(cfg.log_file) and os.path.samefile(cfg.log_file, cfg.data):
-            fail(f"--log-file {cfg.log_file} is the file of --data, and would overwrite it")
+        if not os.path.isfile(cfg.data) or os.path.realpath(cfg.data) == os.path.realpath(cfg.log_file):
+            fail(f"--data {cfg.data} is no regular file, or is the --log-file and would be overwritten")
         with open(cfg.data, "rb") as file:
             data = file.read()
     if len(data) <= cfg.context:
-        text = f"--data {cfg.data}" if cfg.data else "the built-in text"
-        fail(f"{text} has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; shorten it or add text")
+        fail(f"the text has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten it")
     return data
 
 
 def load_batches(data, step, cfg, comm, device):
     """This rank's micro-batches of a step: a list of (x, y), both (B, T) int64, y one byte further than x.
 
-    Seed, step and number decide a sequence of the global batch, whatever the number of ranks: a rank takes its slice
-    of it, so no two ranks read the same slice of it and 1 rank x 8 trains on what 4 ranks x 2 train on.
-    """
-    mine = cfg.micro_batches * cfg.batch
-    seeds = [f"{cfg.seed}/{step}/{comm.rank * mine + i}" for i in range(mine)]  # a string is hashed whole: all differ
-    starts = [random.Random(seed).randrange(len(data) - cfg.context) for seed in seeds]
-    text = bytearray(b"".join(data[start : start + cfg.context + 1] for start in starts))
-    tokens = torch.frombuffer(text, dtype=torch.uint8).view(mine, cfg.context + 1).to(device, torch.int64)
+    Seed, step and number decide a sequence of the global batch; each rank takes its slice of it."""
+    count = cfg.micro_batches * cfg.batch
+    sequences = []
+    for i in range(comm.rank * count, (comm.rank + 1) * count):
+        start = random.Random(f"{cfg.seed}/{step}/{i}").randrange(len(data) - cfg.context)
+        sequences.append(data[start : start + cfg.context + 1])
+    tokens = torch.frombuffer(bytearray(b"".join(sequences)), dtype=torch.uint8)
+    tokens = tokens.view(count, cfg.context + 1).to(device, torch.int64)
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens.split(cfg.batch)]
 
 
-# ---- 9. The run ------------------------------------------------------------------------------------------------
+# ---- 8. The run and the report -----------------------------------------------------------------------------
 
 
 def choose_device(cfg):
-    """cuda with one GPU for each rank of this machine, or the cpu with its cores divided among the ranks. Then what
-    `--compute auto` is: most CPUs have no units for 16 bits, and a GPU before Ampere has none for bfloat16."""
+    """A GPU for each rank of this machine, or its CPU with the cores shared out. Also settles --compute auto:
+    few CPUs have units for 16-bit arithmetic, and GPUs before Ampere have none for bfloat16."""
     ranks_here, gpus = from_torchrun("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     if cfg.device == "cuda" and gpus < ranks_here:
-        fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; start fewer or use --device cpu")
+        fail(f"--device cuda needs a GPU for each of {ranks_here} ranks, finds {gpus}; take --device cpu")
     if cfg.device == "cpu" or cfg.simulate_ranks or gpus < ranks_here:
-        device, auto = torch.device("cpu"), "float32"
-        # torchrun sets one thread where the user has set nothing; a 1 of the user's own looks the same.
-        if dist.is_torchelastic_launched() and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, cores // ranks_here))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        device, arithmetic = torch.device("cpu"), "float32"
+        threads = os.environ.get("OMP_NUM_THREADS", "")  # torchrun makes it 1 where it is not set
+        if dist.is_torchelastic_launched() and (threads == "1" or not threads.isdigit()):
+            torch.set_num_threads(max(1, os.cpu_count() // ranks_here))
         psi = 12 * cfg.layers * cfg.width**2 + 2 * cfg.vocab * cfg.width  # nearly
         needed = ranks_here * paper_states(psi, from_torchrun("WORLD_SIZE", 1), cfg)
-        if needed > memory and not cfg.simulate_ranks:  # before the system ends the process without a word
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > memory and not cfg.simulate_ranks:  # or the system ends the process, without a message
             fail(f"the states alone take {needed / 1e9:,.0f} of {memory / 1e9:,.0f} GB; take a smaller model")
     else:
-        device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))  # the rank within this machine, not the job
+        device = torch.device("cuda", from_torchrun("LOCAL_RANK", 0))  # the rank within this machine
         torch.cuda.set_device(device)
-        units = cfg.dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
-        auto = cfg.dtype if units else "float32"
-    cfg.compute = auto if cfg.compute == "auto" else cfg.compute
+        native = cfg.dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        arithmetic = cfg.dtype if native else "float32"
+    cfg.compute = arithmetic if cfg.compute == "auto" else cfg.compute
     return device
 
 
@@ -624,14 +779,11 @@ def check_layers(layers):
     for layer in layers:
         for name, weight in layer.module.named_parameters():
             if owners.setdefault(id(weight), layer) is not layer or not weight.requires_grad:
-                fail(f"{name} of {layer.name} is frozen, or another layer's too; a layer trains parameters of its own")
-        for part in layer.module.modules():
-            if any(isinstance(value, torch.Tensor) for value in vars(part).values()):
-                fail(f"{layer.name} holds a tensor that is neither parameter nor buffer; use register_buffer")
+                fail(f"{name} of {layer.name} is frozen, or another layer's too; a layer trains its own only")
 
 
 def checksum(layers, comm):
-    """sha256 of all fp32 master copies without padding: equal weights give equal sums, whatever the stage."""
+    """sha256 of all fp32 copies without padding: equal weights give equal sums, whatever the stage."""
     digest = hashlib.sha256()
     for layer in layers:
         digest.update(full_master(layer, comm)[: layer.psi].detach().cpu().numpy().tobytes())
@@ -639,7 +791,7 @@ def checksum(layers, comm):
 
 
 def from_all_ranks(mine, cfg):
-    """[rank 0's object, rank 1's, ...]. Simulated ranks have but one."""
+    """[rank 0's object, rank 1's, ...]. A simulation has only one."""
     everyone = [mine] * (1 if cfg.simulate_ranks else dist.get_world_size())
     if len(everyone) > 1:
         dist.all_gather_object(everyone, mine)
@@ -647,12 +799,14 @@ def from_all_ranks(mine, cfg):
 
 
 def agree(cfg, data):
-    """Ends the run where ranks differ in an option or in the text: they would train different models, in silence."""
+    """Ends the run where ranks differ in an option or in the text: silently they would train other models."""
     everyone = from_all_ranks(dataclasses.asdict(cfg) | {"data": hashlib.sha256(data).hexdigest()}, cfg)
     cfg.log_file = everyone[0].pop("log_file")  # rank 0's decides, also on a node where it was not given
     for name, value in everyone[0].items():
-        for other in [other[name] for other in everyone if other[name] != value]:
-            fail(f"--{name.replace('_', '-')} differs between the ranks: {value} on rank 0, {other} elsewhere")
+        for other in everyone:
+            if other[name] != value:
+                name = name.replace("_", "-")
+                fail(f"--{name} differs between the ranks: {value} on rank 0, {other[name]} elsewhere")
 
 
 def run(cfg, data, device, log):
@@ -668,32 +822,30 @@ def run(cfg, data, device, log):
     layers = make_layers(cfg, comm, device)
     check_layers(layers)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
-    for master in adam.param_groups[0]["params"]:  # what Adam's first step would make: so all steps begin alike
+    for master in adam.param_groups[0]["params"]:  # as Adam's first step would, so that all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
 
-    psi, backend = sum(layer.psi for layer in layers), dist.get_backend()
+    psi, backend = sum(layer.psi for layer in layers), "simulated" if simulated else dist.get_backend()
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})
-    network = "no network" if backend == "fake" else backend
-    print(
-        f"{N} {'simulated ' * simulated}data-parallel rank{'s' * (N > 1)} on {device.type} ({network}). Ψ = {psi:,} "
-        f"parameters in {len(layers)} layers, stored in {cfg.dtype}, arithmetic in {cfg.compute}.\nGlobal batch: {N} x "
-        f"{cfg.micro_batches} micro-batches x {cfg.batch} = {N * cfg.micro_batches * cfg.batch} sequences of "
-        f"{cfg.context} tokens."
-    )
+    sequences = N * cfg.micro_batches * cfg.batch
+    print(f"N = {N} ranks on {device.type} ({backend}), Ψ = {psi:,} parameters in {len(layers)} layers.")
+    print(f"Stored in {cfg.dtype}, arithmetic in {cfg.compute}. Global batch: {sequences} sequences.")
     if cfg.log_file and not simulated:
         record("weights", sha256=checksum(layers, comm))
 
-    scaled = "float16" in (cfg.dtype, cfg.compute)  # its exponents are few: what is small vanishes unless scaled up
-    scale, good, stuck = cfg.loss_scale if scaled else 1.0, 0, 0  # the last two count steps in a row
+    scaled = "float16" in (cfg.dtype, cfg.compute)  # where tiny gradients vanish unless they are scaled up
+    scale = cfg.loss_scale if scaled else 1.0
+    good = bad = 0  # steps in a row with a finite gradient, and without
     timed = []  # (ms, ms of it spent waiting for communication) of each step without the meter
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
         adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
-        comm.sent, meter.spans = {}, []  # of each step anew
+        comm.sent, meter.spans = {}, []  # reset at every step
         metered = step == cfg.steps - 1
         if metered:
-            meter.start([*named_states(layers, adam), *((part, "activations") for xy in batches for part in xy)])
+            tokens = [(tensor, "activations") for batch in batches for tensor in batch]
+            meter.start([*named_states(layers, adam), *tokens])
         start = time.perf_counter()
         with meter if metered else contextlib.nullcontext():
             loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter)
@@ -702,20 +854,22 @@ def run(cfg, data, device, log):
             continue
         loss, norm = loss.item(), norm.item()  # this waits for the device, so the clock is read after it
         ms, finite = 1e3 * (time.perf_counter() - start), math.isfinite(norm)
-        fields = {"loss": loss if math.isfinite(loss) else None, "norm": norm if finite else None, "loss_scale": scale}
+        fields = {"loss": loss if math.isfinite(loss) else None, "norm": norm if finite else None}
         speed = "metered"  # and so slowed down: its time says nothing
         if not metered:
-            timed.append((ms, sum(elapsed_ms(stood, end) for *_, stood, end in meter.spans)))
-            fields |= {"ms": ms, "tokens_per_s": 1e3 * N * cfg.micro_batches * cfg.batch * cfg.context / ms}
+            timed.append((ms, sum(meter.ms(waiting_since, end) for *_, waiting_since, end in meter.spans)))
+            fields |= {"ms": ms, "tokens_per_s": 1e3 * sequences * cfg.context / ms}
             speed = f"{ms:7.1f} ms | {fields['tokens_per_s']:9,.0f} tok/s"
-        note = "" if finite else f" | skipped: gradient not finite{f', at a loss scale of {scale:g}' * scaled}"
+        note = "" if finite else f" | skipped: gradient not finite at a loss scale of {scale:g}"
         print(f"step {step:4} | loss {loss:7.4f} | norm {norm:8.4f} | {speed}{note}")
-        record("step", step=step, skipped=not finite, **fields)
-        good, stuck = (good + 1, 0) if finite else (0, stuck + (scale == 1))
-        if stuck == 10:
+        record("step", step=step, skipped=not finite, loss_scale=scale, **fields)
+        good, bad = (good + 1, 0) if finite else (0, bad + 1)
+        if scaled and bad:  # dynamic loss scaling: as large as gradients allow, found by trying
+            scale = max(1.0, scale / 2)
+        elif scaled and good % cfg.loss_scale_window == 0:
+            scale = 2 * scale
+        if bad >= 10 and scale == 1:
             fail("the gradient was not finite in ten steps in a row, so nothing is learned; try a lower --lr")
-        if scaled:  # dynamic loss scaling: as large as gradients allow, found out by trying
-            scale = max(1.0, scale / 2) if not finite else 2 * scale if good % cfg.loss_scale_window == 0 else scale
 
     timed = timed[2:] or timed or [(0, 0)]  # the first steps of a run warm up
     step_ms, waited_ms = (sum(column) / len(timed) for column in zip(*timed))
@@ -727,82 +881,92 @@ def run(cfg, data, device, log):
 def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     """The tables at the end: memory of each rank and communication, beside the paper's formulas."""
     N, psi = comm.world_size, sum(layer.psi for layer in layers)
-    timeline, peak = meter.replay()
-    (mine,) = (moment for moment in timeline if moment["label"] == "before the optimizer step")
-    mine = {category: mine[category] for category in CATEGORIES}
-    mine["states"], mine["formula"] = sum(mine[key] for key in CATEGORIES[:3]), paper_states(psi, N, cfg)
-    mine |= {"peak": sum(peak.values()), "at_peak": peak}
-    if meter.device.type == "cuda":  # the most that PyTorch's allocator handed out, and took from the GPU for it
-        mine |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    events = {"memory": [mine], "timeline": timeline, "span": [*meter.timed()]}
-    everyone = from_all_ranks(events, cfg)
+    timeline, peak, peak_in, alive = meter.replay()
+    (before,) = (moment for moment in timeline if moment["label"] == "before the optimizer step")
+    memory = {category: before[category] for category in CATEGORIES}
+    memory |= {"states": sum(before[key] for key in CATEGORIES[:3]), "formula": paper_states(psi, N, cfg)}
+    memory |= {"peak": sum(peak.values()), "at_peak": peak, "peak_in": peak_in}
+    if meter.device.type == "cuda":  # what PyTorch's allocator handed out at most, and took from the GPU
+        memory["allocated"] = torch.cuda.max_memory_allocated()
+        memory["reserved"] = torch.cuda.max_memory_reserved()
+    memory["clock_ms"] = meter.clock_ms
+    records = {"memory": [memory], "timeline": timeline, "span": [*meter.timed()], "alive": alive}
+    everyone = from_all_ranks(records, cfg)
     for rank, events in enumerate(everyone):
-        for event, fields in ((event, fields) for event, records in events.items() for fields in records):
-            record(event, rank=rank, **fields)
+        for event, records in events.items():
+            for fields in records:
+                record(event, rank=rank, **fields)
 
     unit, name = (1e6, "MB") if 16 * psi < 1e10 else (1e9, "GB")
-    print(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from the live tensors of the last step.")
-    before = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
-    at_peak = [*CATEGORIES, "peak", *(key for key in ("allocated", "reserved") if key in mine)]
-    for title, columns in (("Just before the optimizer step", before), ("At the peak", at_peak)):
+    print(f"\nMemory of each rank in {name} ({unit:,.0f} bytes), counted from live tensors in the last step.")
+    first = [*CATEGORIES[:3], "states", "formula", *CATEGORIES[3:], "peak"]
+    second = [*CATEGORIES, "peak", *(key for key in ("allocated", "reserved") if key in memory)]
+    rows = [events["memory"][0] for events in everyone]
+    tables = {"Just before the optimizer step": (first, rows)}
+    tables[f"At the peak (on rank 0: {peak_in})"] = (second, [row | row["at_peak"] for row in rows])
+    for title, (columns, rows) in tables.items():
         print(f"{title}:\nrank" + "".join(f"{column:>13}" for column in columns))
-        for rank, events in enumerate(everyone):
-            row = events["memory"][0] | (events["memory"][0]["at_peak"] if columns is at_peak else {})
+        for rank, row in enumerate(rows):
             print(f"{rank:4}" + "".join(f"{row[column] / unit:13,.2f}" for column in columns))
 
     volume = traffic(f"in a step, (N-1)/N = {(N - 1) / N:.4f}", comm, psi, *paper_volume(layers, N, cfg))
     record("communication", psi=psi, **volume, waited_ms=waited_ms)
     if step_ms:
-        print(f"A step took {step_ms:.1f} ms on average, {waited_ms:.1f} ms of them waiting for communication.")
+        print(f"A step took {step_ms:.1f} ms on average; {waited_ms:.1f} ms it waited for communication.")
 
 
 def traffic(where, comm, psi, expected, words):
-    """Prints what a rank has sent, beside the paper's formula in elements and in words. Returns a record of it."""
+    """Prints what a rank has sent, beside the paper's formula in elements and in words. Returns a record."""
     total = sum((sent for what, sent in comm.sent.items() if what != "scalars"), collections.Counter())
     print(f"\nSent by each rank {where}:\n{'':30}calls{'elements':>20}{'bytes':>20}{'elements / Ψ':>15}")
     for what, sent in [*comm.sent.items(), ("all but scalars", total)]:
-        print(f"{what:30}{sent['calls']:5}{sent['elements']:20,}{sent['bytes']:20,}{sent['elements'] / psi:15.4f}")
+        calls, elements, sent_bytes = sent["calls"], sent["elements"], sent["bytes"]
+        print(f"{what:30}{calls:5}{elements:20,}{sent_bytes:20,}{elements / psi:15.4f}")
     print(f"{'paper: ' + words:35}{expected:20,.0f}{'':20}{expected / psi:15.4f}")
-    return {"elements": total["elements"], "bytes": total["bytes"], "formula": expected, "collectives": comm.sent}
+    totals = {"elements": total["elements"], "bytes": total["bytes"]}
+    return totals | {"formula": expected, "collectives": comm.sent}
 
 
 def main():
-    if torch.__version__ < "2.13":  # its group of one process leaves the receiver's memory as it was
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # in older ones "fake" groups don't copy
         fail(f"this needs torch 2.13 or newer, and finds {torch.__version__}")
-    cfg, log_file = parse_args(), os.devnull
-    if cfg.log_file and from_torchrun("RANK", 0) == 0:
-        log_file = cfg.log_file
+    cfg = parse_args()
+    log_file = cfg.log_file if from_torchrun("RANK", 0) == 0 and cfg.log_file else os.devnull
     fake = FakeTensorMode(allow_non_fake_inputs=True) if cfg.simulate_ranks else contextlib.nullcontext()
     try:
         data, device = load_data(cfg), choose_device(cfg)
-        if dist.is_torchelastic_launched():  # when a rank is gone, the others wait a minute, not ten or thirty
+        if dist.is_torchelastic_launched():  # if a rank is gone, the others wait a minute, not ten or thirty
             backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
             dist.init_process_group(backend, device_id=device_id, timeout=timedelta(seconds=60))
-        else:  # one process needs no network: this group hands it its own data back, and is of any size in a simulation
+        else:  # one process needs no network: this group returns its own data, and can simulate any size
             dist.init_process_group("fake", rank=0, world_size=cfg.simulate_ranks or 1)
         cfg.steps = 1 if cfg.simulate_ranks else cfg.steps
         with open(log_file, "w") as log, fake:
             run(cfg, data, device, log)
-    # What memory, files and the other ranks raise is said in one line. All else is a fault in here.
     except OSError as error:
-        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}; name another file, or make room")
+        fail(f"{error.filename or 'the output or --log-file'}: {error.strerror}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-            fail("the memory is too small for this; take a smaller --layers, --width, --vocab, --batch or --context")
+            fail("not enough memory; take a smaller --layers, --width, --vocab, --batch or --context")
         if "Connection closed by peer" in str(error):
             fail("another rank has ended, and its own message says why")
         raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()  # gloo's threads end with the last reference to the group; at the interpreter's exit is too late
+    dist.destroy_process_group()
+    gc.collect()  # gloo's threads end with the last reference to the group; later they may abort the exit
 
 
 if __name__ == "__main__":
-    # Ctrl-C, and `| head` that has read enough, end the process as they end any other; a terminal may lack a Ψ.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it as it ends any other program
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and so does `| head`
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)  # a terminal may lack a Ψ
     if from_torchrun("RANK", 0) > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
-    main()
+    try:
+        main()
+    except BaseException as error:
+        # Leave at once: after a crash destroy_process_group() may block for ever, and without it the normal
+        # exit may abort in gloo's threads.
+        if isinstance(error, SystemExit):
+            os._exit(error.code)
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)

@@ -226,11 +226,11 @@ def show_diff(old, new):
     texts = []
     for name in (old, new):
         text = (ROOT / name).read_text()
-        texts.append(text[text.index("# ---- 5.") : text.index("# ====")].splitlines())
+        texts.append(text[text.index("# ---- 4.") : text.index("# ====")].splitlines())
     diff = list(difflib.unified_diff(*texts, f"a/{old}", f"b/{new}", n=2, lineterm=""))
     changed = sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
     show("```diff\n" + "\n".join(diff) + "\n```")
-    print(f"{changed} lines added or removed in sections 5 and 6, the layer and the train step")
+    print(f"{changed} lines added or removed in sections 4 and 5, the layer and the train step")
 
 
 # ---- Exercises -------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from launch import ROOT, STAGES
 
-STEPS = list(zip(STAGES, STAGES[1:], (60, 50, 90)))  # the most lines that may change, added plus removed
-# What a stage may have of its own, in sections 5 and 6. All the rest is the same in every file.
+STEPS = list(zip(STAGES, STAGES[1:], (65, 55, 60)))  # the most lines that may change, added plus removed
+# What a stage may have of its own, in sections 4 and 5. All the rest is the same in every file.
 DIFFERENT = {"Layer.__init__", "named_states", "full_master", "paper_states", "paper_volume", "train_step"}
 
 
@@ -33,11 +33,15 @@ def definitions(section):
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_shared_sections_are_equal(stage):
     first, other = sections(STAGES[0]), sections(stage)
-    assert list(first) == list(other) and len(first) == 10
+    assert list(first) == list(other) and len(first) == 9
     for heading in first:
-        if re.search(" [56]. ", heading):
+        if re.search(" [45]. ", heading):
             (one, one_rest), (two, two_rest) = definitions(first[heading]), definitions(other[heading])
-            assert one_rest == two_rest  # the same names in the same order, the same comments between them
+            # The same names in the same order, the same comments between them, but for the rows of the timeline.
+            one_rest, two_rest = (
+                re.sub(r"^#     +all-gather .*\n(#\n)?", "", rest, flags=re.M) for rest in (one_rest, two_rest)
+            )
+            assert one_rest == two_rest
             assert {name for name in one if one[name] != two[name]} <= DIFFERENT
         elif heading != "docstring":
             assert other[heading] == first[heading]
