@@ -93,7 +93,7 @@ def watch(module):
     class Collectives(module.Collectives):
         def all_gather(self, full, layer):
             if self.meter.running:
-                gathered[self.meter.see(full)] = layer
+                gathered[self.meter.see(full)] = layer.name
             return super().all_gather(full, layer)
 
     def remembered(*arguments):
