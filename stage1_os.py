@@ -276,7 +276,10 @@ class Layer:
         # The weights are drawn on the CPU, from a seed for this layer: alike on every rank and for every
         # device.
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
-        weights = dict(kind(cfg).named_parameters())
+        drawn = kind(cfg)
+        weights = dict(drawn.named_parameters())
+        self.initial_sum = sum(weight.detach().sum() for weight in weights.values())
+        self.constants = {name: constant.to(device) for name, constant in drawn.named_buffers()}
         self.shapes = {name: weight.shape for name, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
         # All parameters end to end in one vector, then zeros, so that N ranks can cut it into equal slices:
@@ -304,6 +307,12 @@ class Layer:
         self.master = full[self.own].clone()
         self.grad = None  # made in the backward pass
 
+    def seed_random(self, *numbers):
+        """Before a call: seeds what it draws, such as dropout. Forward and recomputation must draw the same
+        numbers, or the gradient is that of another function; and every rank, step and micro-batch
+        others."""
+        torch.manual_seed(random.Random(f"{self.name}/{numbers}").getrandbits(63))
+
     def __call__(self, flat, x, y):
         """flat (padded,), x the layer's input -> the layer's output in the stored dtype, or the loss in fp32.
 
@@ -312,6 +321,8 @@ class Layer:
         long as this call. If the dtype is the same already, it returns the tensor itself.
         """
         weights = {}
+        for name, constant in self.constants.items():  # buffers; those of this file's modules have none
+            weights[name] = constant.to(self.compute) if constant.is_floating_point() else constant
         pieces = flat.to(self.compute).split(self.sizes)  # views; the last one, the padding, goes unused
         for (name, shape), piece in zip(self.shapes.items(), pieces):
             weights[name] = piece.view(shape)
@@ -389,11 +400,12 @@ def sum_of_squares(vectors):
 
 
 @torch.no_grad()
-def train_step(layers, adam, batches, scale, cfg, comm, meter):
+def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     """One step of training, under five headings: forward, backward, global norm, Adam, new parameters.
 
     batches   the micro-batches: a list of (x, y), tokens and next tokens, both (B, T) int64
     scale     what the loss is multiplied by: 1, except in float16
+    step      its number, for the seeds of what layers draw
     returns   the mean loss over ranks and micro-batches, and the norm of the gradient; 0-d fp32, not scaled
 
     Nothing here reads a number back from the device, so Python never waits for it and can queue the whole
@@ -421,6 +433,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
         inputs = [tokens]
         for layer in layers[:-1]:
             flat = layer.flat
+            layer.seed_random(cfg.seed, step, micro, comm.rank)
             with meter.computing("forward", layer):
                 x = layer(flat, x, y)
             inputs.append(x)
@@ -433,6 +446,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter):
         for layer in reversed(layers):
             flat = layer.flat
             x = inputs.pop()
+            layer.seed_random(cfg.seed, step, micro, comm.rank)
             with meter.computing("backward", layer):
                 # Detached: the same memory, but marked for autograd here alone, and not for the rest of its
                 # life.
@@ -714,6 +728,8 @@ def parse_args():
         fail(f"--width {cfg.width} is not a multiple of --heads {cfg.heads}")
     if cfg.simulate_ranks and dist.is_torchelastic_launched():
         fail("--simulate-ranks is for one process: start it with python, without torchrun")
+    if cfg.micro_batches * cfg.batch * cfg.context > 10**8:
+        fail("--micro-batches x --batch x --context is more than 10^8 tokens; take a smaller one")
     return cfg
 
 
@@ -723,11 +739,13 @@ def load_data(cfg):
     data = re.sub(r"(\W)\1{3,}", r"\1", text).encode()  # without the rows of spaces and dashes of its tables
     if cfg.data:
         if not os.path.isfile(cfg.data) or os.path.realpath(cfg.data) == os.path.realpath(cfg.log_file):
-            fail(f"--data {cfg.data} is no regular file, or is the --log-file and would be overwritten")
+            fail(f"--data {cfg.data} is no regular file, or is the --log-file, which would overwrite it")
         with open(cfg.data, "rb") as file:
             data = file.read()
     if len(data) <= cfg.context:
-        fail(f"the text has {len(data)} bytes, and a sequence takes --context {cfg.context} + 1; shorten it")
+        fail(
+            f"the text has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; take a smaller one"
+        )
     return data
 
 
@@ -773,13 +791,48 @@ def choose_device(cfg):
     return device
 
 
-def check_layers(layers):
-    """Ends the run where a module holds what a flat vector, all of which is trained, can't express."""
+def check_layers(layers, x, y, cfg, comm):
+    """Ends the run where a layer is not a function of its flat vector and its input alone, the same on
+    every rank. It must be, since it is called again in the backward pass, and N ranks share its weights.
+
+    x, y: a first micro-batch. Each kind of layer is called on it twice, and differentiated.
+    """
     owners = {}
-    for layer in layers:
+    everyone = from_all_ranks([layer.initial_sum.item() for layer in layers], cfg)
+    for i, layer in enumerate(layers):
         for name, weight in layer.module.named_parameters():
-            if owners.setdefault(id(weight), layer) is not layer or not weight.requires_grad:
-                fail(f"{name} of {layer.name} is frozen, or another layer's too; a layer trains its own only")
+            if owners.setdefault(id(weight), i) != i or not weight.requires_grad:
+                fail(f"{name} of {layer.name} is frozen, or another layer's too; a layer trains its own")
+        for sums in everyone:
+            if not math.isclose(sums[i], everyone[0][i], rel_tol=1e-5):
+                fail(f"{layer.name} begins with other weights on each rank; draw them by torch's generator")
+    for layer in (layers[0], layers[1], layers[-1]):
+        flat = full_master(layer, comm).detach().requires_grad_()
+        outs = []
+        for leaf in (flat.detach(), flat):
+            layer.seed_random(0)
+            try:
+                with torch.enable_grad():
+                    outs.append(layer(leaf, x, y))
+                if leaf is flat:
+                    torch.autograd.grad(outs[1].sum(), flat)
+            except (AttributeError, RuntimeError, TypeError) as error:
+                reason = str(error).splitlines()[0]
+                if "memory" in reason or "meta" in reason:
+                    raise  # main() has a line for these
+                fail(f"{layer.name} can't be called, or not differentiated, as it is here: {reason}")
+        first, second = outs
+        if first.requires_grad:
+            fail(f"{layer.name} computes with a weight of another layer; a layer trains its own")
+        if not torch.equal(first, second):
+            fail(
+                f"{layer.name} differs when called again: it changes its input or a buffer, or draws numbers"
+            )
+        if (first.dim() == 0) != (layer is layers[-1]):
+            fail(
+                f"{layer.name} returns a shape of {[*first.shape]}; the head has to return the loss, a number"
+            )
+        x = first
 
 
 def checksum(layers, comm):
@@ -820,7 +873,8 @@ def run(cfg, data, device, log):
     comm = Collectives(cfg, meter, dist.group.WORLD)
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
     layers = make_layers(cfg, comm, device)
-    check_layers(layers)
+    if not simulated:
+        check_layers(layers, *load_batches(data, 0, cfg, comm, device)[0], cfg, comm)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
     for master in adam.param_groups[0]["params"]:  # as Adam's first step would, so that all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
@@ -840,7 +894,8 @@ def run(cfg, data, device, log):
     timed = []  # (ms, ms of it spent waiting for communication) of each step without the meter
     for step in range(cfg.steps):
         batches = load_batches(data, step, cfg, comm, device)
-        adam.param_groups[0]["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
+        for group in adam.param_groups:
+            group["lr"] = cfg.lr * min(1, (step + 1) / max(1, cfg.warmup))
         comm.sent, meter.spans = {}, []  # reset at every step
         metered = step == cfg.steps - 1
         if metered:
@@ -848,7 +903,7 @@ def run(cfg, data, device, log):
             meter.start([*named_states(layers, adam), *tokens])
         start = time.perf_counter()
         with meter if metered else contextlib.nullcontext():
-            loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter)
+            loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter, step)
         meter.running = False
         if simulated:
             continue
@@ -950,6 +1005,12 @@ def main():
             fail("not enough memory; take a smaller --layers, --width, --vocab, --batch or --context")
         if "Connection closed by peer" in str(error):
             fail("another rank has ended, and its own message says why")
+        if "waiting for clients" in str(error):
+            fail("not all ranks have started within a minute; start them together")
+        if "meta" in str(error):
+            fail(
+                f"a layer has a tensor that is no parameter or buffer, or reads one; register_buffer? {error}"
+            )
         raise
     dist.destroy_process_group()
     gc.collect()  # gloo's threads end with the last reference to the group; later they may abort the exit

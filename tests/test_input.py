@@ -11,30 +11,26 @@ from launch import ROOT, STAGES, TINY, hashes, launch, losses, start, torchrun, 
 SCRIPTS = (*STAGES, "zero_r.py")
 BAD = [  # (options, what the line must contain); the scripts take turns, and the status is 2
     # Numbers that don't fit together, or lie outside their limits, or are none.
-    ("--width 250 --heads 8", "--width 250 is not a multiple of --heads 8; take --heads 5"),
+    ("--width 250 --heads 8", "--width 250 is not a multiple of --heads 8"),
     ("--heads 6", "--width 35 is not a multiple of --heads 6"),
-    ("--width 0", "--width 0 must lie between 1 and 1000000"),
+    ("--width 0", "--width 0 must be 1 or more"),
     ("--width -35", "--width -35"),
-    ("--width 4000000000000000000", "--width 4000000000000000000"),
+    ("--width 4000000000000000000 --heads 1", "the states alone take"),
     ("--width 4e18", "--width: invalid int value: '4e18'"),
     ("--layers 0", "--layers 0"),
     ("--layers 1.5", "--layers: invalid int value: '1.5'"),
-    ("--layers 1000000000", "--layers 1000000000 must lie between 1 and 10000"),
+    ("--layers 1000000000", "the states alone take"),
     ("--heads 0", "--heads 0"),
     ("--context 0", "--context 0"),
-    ("--context 1000000000", "--context 1000000000"),
-    ("--vocab 255", "--vocab 255 must lie between 256"),
-    ("--vocab 10000000000000000000", "--vocab 10000000000000000000"),
+    ("--context 1000000000", "10^8 tokens"),
+    ("--vocab 255", "--vocab 255 must be 256 or more"),
+    ("--vocab 10000000000000000000", "the states alone take"),
     ("--batch 0", "--batch 0"),
     ("--batch -1", "--batch -1"),
-    ("--batch 1000000000", "--batch 1000000000"),
-    ("--batch 1000000 --context 1001", "10^9 tokens"),
-    ("--batch 1000000 --micro-batches 10000", "10^9 tokens"),
+    ("--batch 1000000000", "10^8 tokens"),
     ("--micro-batches 0", "--micro-batches 0"),
-    ("--micro-batches 1000000000", "--micro-batches 1000000000"),
     ("--steps 0", "--steps 0"),
     ("--steps many", "--steps: invalid int value: 'many'"),
-    ("--steps 10000000000", "--steps 10000000000"),
     ("--lr 0", "--lr 0"),
     ("--lr -1", "--lr -1"),
     ("--lr nan", "--lr nan"),
@@ -45,13 +41,10 @@ BAD = [  # (options, what the line must contain); the scripts take turns, and th
     ("--warmup -1", "--warmup -1"),
     ("--loss-scale 0.5", "--loss-scale 0.5"),
     ("--loss-scale nan", "--loss-scale nan"),
-    ("--loss-scale 1e30", "--loss-scale 1e+30"),
     ("--loss-scale-window 0", "--loss-scale-window 0"),
     ("--seed 0.5", "--seed: invalid int value: '0.5'"),
-    ("--seed 99999999999999999999", "--seed 99999999999999999999"),
     ("--simulate-ranks -1", "--simulate-ranks -1"),
     ("--simulate-ranks 1e3", "--simulate-ranks: invalid int value: '1e3'"),
-    ("--simulate-ranks 1000000000", "--simulate-ranks 1000000000"),
     # Words that are none of the choices; options that don't exist.
     ("--dtype float8", "--dtype: invalid choice: 'float8'"),
     ("--compute fast", "--compute: invalid choice: 'fast'"),
@@ -64,9 +57,9 @@ BAD = [  # (options, what the line must contain); the scripts take turns, and th
     ("--layers", "--layers: expected one argument"),
     ("3", "unrecognized arguments: 3"),
     # Files. EMPTY, FILE and FIFO are made for the test.
-    ("--data missing.txt", "--data missing.txt is not there"),
-    ("--data missing.txt --log-file FILE", "--data missing.txt is not there"),
-    ("--data tests", "--data tests is not there, or is no regular file"),
+    ("--data missing.txt", "--data missing.txt is no regular file"),
+    ("--data missing.txt --log-file FILE", "--data missing.txt is no regular file"),
+    ("--data tests", "--data tests is no regular file"),
     ("--data EMPTY", "has 0 bytes"),
     ("--data FILE --context 1000", "has 1000 bytes, a sequence takes --context 1000 + 1"),
     ("--data FIFO", "is no regular file"),  # nobody writes into it
@@ -78,7 +71,7 @@ BAD = [  # (options, what the line must contain); the scripts take turns, and th
     ("--log-file /dev/full", "No space left on device"),
     # What no memory holds.
     ("--width 1000000 --heads 1", "the states alone take"),
-    ("--batch 1000000 --width 1000 --heads 1 --context 900", "memory is too small"),
+    ("--batch 10000 --width 1000 --heads 1 --context 5000", "not enough memory"),
 ]
 BAD = [(SCRIPTS[number % len(SCRIPTS)], *row) for number, row in enumerate(BAD)]
 BAD += [
@@ -88,7 +81,6 @@ BAD += [
     ("zero_r.py", "--mp 0", "--mp 0"),
     ("zero_r.py", "--buffer-elements 100", "--buffer-elements 100 must be a multiple of 16"),
     ("zero_r.py", "--buffer-elements 0", "--buffer-elements 0"),
-    ("zero_r.py", "--buffer-elements 160000000000000000000", "--buffer-elements 160000000000000000000"),
     (
         "zero_r.py",
         "--simulate-ranks 64 --buffer-elements 512",
@@ -174,7 +166,7 @@ def test_any_regular_file_is_text():
 def test_what_torchrun_would_set_is_ignored_without_it(value):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     run = launch(STAGES[1], *TINY, env=dict.fromkeys(names, value))
-    assert (run.status, run.err) == (0, "") and "rank on cpu" in run.out
+    assert (run.status, run.err) == (0, "") and "N = 1 ranks on cpu" in run.out
     bad = launch(STAGES[1], "--layers", 0, env=dict.fromkeys(names, value), timeout=9)  # it speaks without waiting
     assert bad.status == 2 and "--layers 0" in one_line(bad)
 
@@ -212,8 +204,11 @@ def edited(tmp_path, *changes, script=STAGES[3], ranks=2):
             ],
         ),
         (
-            "block 0 holds a tensor that is neither parameter nor buffer; use register_buffer",
-            [("self.heads = cfg.heads\n", "self.heads = cfg.heads\n        self.half = torch.tensor(0.5)\n")],
+            "a layer has a tensor that is no parameter or buffer, or reads one; register_buffer?",
+            [
+                ("self.heads = cfg.heads\n", "self.heads = cfg.heads\n        self.half = torch.tensor(0.5)\n"),
+                ("F.gelu(", "self.half * F.gelu("),
+            ],
         ),
     ],
     ids=["frozen", "shared", "tensor"],
