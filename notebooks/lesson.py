@@ -76,6 +76,10 @@ class Run:
         return [record["loss"] for record in self.of("step")]
 
     @property
+    def norms(self):
+        return [record["norm"] for record in self.of("step")]
+
+    @property
     def weights(self):
         """sha256 of all fp32 weights after the last step."""
         return self.of("weights")[-1]["sha256"]
@@ -98,9 +102,11 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(script, ranks=2, quiet=False, watch=False, limit=600, **options):
+def run(script, ranks=2, quiet=False, watch=False, limit=600, forked=SMALL, **options):
     """Starts a script of this project (or the path of a copy) with torchrun on this machine's CPU, and waits for it, at
-    most `limit` seconds. With `watch` it runs under watch.py, whose records are added. An error is one line."""
+    most `limit` seconds. With `watch` it runs under watch.py, whose records are added. An error is one line. With
+    `forked` the ranks are forked from one process that has imported torch: that saves most of the time of a small run,
+    and the tests do so."""
     command = f"torchrun --standalone --nproc-per-node {ranks} {pathlib.Path(script).name} {' '.join(flags(options))}"
     if not quiet:
         print("$ " + command)
@@ -108,7 +114,7 @@ def run(script, ranks=2, quiet=False, watch=False, limit=600, **options):
         log = pathlib.Path(folder, "log.jsonl")
         program = [ROOT / "notebooks/watch.py", folder] if watch else []
         program += [ROOT / script, *flags({"device": "cpu"} | options), "--log-file", log]
-        status, out, errors = start(program, ranks, limit)
+        status, out, errors = start(program, ranks, limit, forked)
         if status:
             raise RuntimeError(what_failed(errors, pathlib.Path(script).name))
         records = read(log)
@@ -117,11 +123,10 @@ def run(script, ranks=2, quiet=False, watch=False, limit=600, **options):
         return Run(command, records, out)
 
 
-def start(program, ranks, limit):
-    """(status, output, errors) of a program under torchrun. With ZERO_SMALL its ranks are forked from one process that
-    has imported torch, as in the tests: that saves most of the time of a small run."""
+def start(program, ranks, limit, forked):
+    """(status, output, errors) of a program under torchrun, or forked."""
     began = time.monotonic()
-    if SMALL:
+    if forked:
         sys.path[:] = [*dict.fromkeys([*sys.path, str(ROOT / "tests")])]
         import launch
 
@@ -777,13 +782,25 @@ def plot_block():
     return fig
 
 
-def plot_live(series, unit=1e6, name="MB"):
-    """{title: [live bytes after every operation of a step]}, each step stretched to the same width."""
-    fig, ax = plt.subplots(figsize=(9, 3.6))
+def plot_live(series, marks, unit=1e6, name="MB"):
+    """{title: [live bytes after every operation of a step]} from what all of them have all the time, upwards. `marks`
+    {title: [(operations, label)]} end the parts of the step, each of which is stretched to the same width."""
+    fig, ax = plt.subplots(figsize=(9, 4))
     looks = (("-", "#332288"), ("--", "#D55E00"), (":", "#000000"))
     for (title, trace), (line, color) in zip(series.items(), looks):
-        x = [at / len(trace) for at in range(len(trace))]
-        ax.plot(x, [value / unit for value in trace], line, color=color, lw=1.6, label=title)
+        ends = [0, *(end for end, _ in marks[title])]
+        x, y = [], []
+        for part, (start, end) in enumerate(zip(ends, ends[1:])):
+            x += [part + (at - start) / (end - start) for at in range(start, end)]
+            y += [value / unit for value in trace[start:end]]
+        ax.plot(x, y, line, color=color, lw=1.6, label=title)
+    labels = [label for _, label in marks[title]]
+    for part, label in enumerate(labels):
+        ax.text(part + 0.5, 1.01, label, transform=ax.get_xaxis_transform(), ha="center", va="bottom")
+        ax.axvline(part + 1, color="black", lw=0.6, alpha=0.6)
+    low, high = (pick(map(pick, series.values())) / unit for pick in (min, max))
+    cut_floor(ax, low, high, f"{low:.1f} {name}")
+    ax.set_xlim(0, len(labels))
     ax.set_xlabel("operations of one step, in order")
     ax.set_xticks([])
     ax.set_ylabel(f"live memory in {name}")

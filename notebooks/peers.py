@@ -83,17 +83,21 @@ def wrap(way, model, keep=()):
     return model, torch.optim.Adam(model.parameters(), fused=True)
 
 
-def train_step(model, adam, batches, lr, clip):
-    """One step. Returns the mean loss of this rank and the global norm of the gradient."""
+def train_step(model, adam, batches, lr, clip, mark=lambda label: None):
+    """One step. Returns the mean loss of this rank and the global norm of the gradient. `mark` is called at the end of
+    each part of the step."""
     adam.zero_grad()
     loss = torch.zeros((), device=batches[0][0].device)
     for x, y in batches:
         part = model(x, y) / len(batches)
+        mark("forward")
         part.backward()
+        mark("backward")
         loss += part.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     adam.param_groups[0]["lr"] = lr
     adam.step()
+    mark("norm and Adam")
     return loss, getattr(norm, "full_tensor", lambda: norm)()  # fully_shard's norm is a DTensor
 
 
@@ -132,8 +136,13 @@ def train(way, cfg, options, comm, device, record):
             batches = stage.load_batches(data, step, cfg, comm, device)
             counter.looking = step == cfg.steps - 1  # at every operation, which is slow
             counter.sent.clear()
-            loss, norm = train_step(model, adam, batches, cfg.lr * min(1, (step + 1) / max(1, cfg.warmup)), cfg.clip)
+            marks = []  # (operations until here, the part of the step that has ended)
+            loss, norm = train_step(
+                model, adam, batches, cfg.lr * min(1, (step + 1) / max(1, cfg.warmup)), cfg.clip,
+                lambda label: marks.append((len(counter.trace), label)),
+            )  # fmt: skip
             counted = {"live": counter.live(), "trace": list(counter.trace), "sent": dict(counter.sent)}
+            counted["marks"] = marks
             dist.all_reduce(loss)
             record("step", way=way, step=step, loss=loss.item() / comm.world_size, norm=norm.item())
             if step + 1 == options.save_after:
