@@ -1,7 +1,8 @@
 """Stage 1: optimizer state partitioning, P_os (§5.1).
 
 A rank is one process with one device. N ranks train one model together; Ψ is its number of parameters. § is a
-section of the paper, arXiv 1910.02054 v3. In every stage each rank works on its own part of the batch:
+section of the paper, arXiv 1910.02054 v3; "part 3" is a part of this file. In every stage a rank works on its
+own share of the batch:
 
     forward, backward    on its own sequences                   N different gradients
     reduce               averages the gradients of all ranks
@@ -12,21 +13,20 @@ Who holds what, in bytes. For N = 3 a box is a third of every layer:
                           rank 0       rank 1       rank 2
     parameters  2Ψ       [0][1][2]    [0][1][2]    [0][1][2]    16-bit
     gradients   2Ψ       [0][1][2]    [0][1][2]    [0][1][2]    16-bit
-    optimizer  12Ψ/N     [0]             [1]             [2]    fp32 parameters, momentum, variance: 4Ψ each
+    optimizer  12Ψ/N     [0]             [1]             [2]    fp32 parameters, momentum, variance: 4Ψ/N each
 
 In stage 0 all ranks compute the same update. Here each computes its slice of it: after the reduce-scatter it
-has the average gradient of this slice, all that it needs. So Adam moves *between* the two halves of the
-all-reduce, and the all-gather collects new parameters instead of gradients. The volume stays 2Ψ(N-1)/N
-(§7.2.1).
+has the average gradient of this slice, and that is enough. So Adam moves *between* the two halves of the
+all-reduce, and the all-gather collects new parameters instead of gradients. The volume stays 2Ψ(N-1)/N.
 
     torchrun --standalone --nproc-per-node 2 stage1_os.py       # N = 2; without torchrun, N = 1
     python stage1_os.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
     git diff --no-index stage1_os.py stage2_grad.py             # what §5.2 adds
 
 The first command trains: on GPUs, where the library NCCL carries data between ranks, or on the CPU, where
-gloo does. The second is rank 0 of 1024, on tensors that have a shape and no memory, and measures one step.
-Read each file down to the line "All below is the same in every stage": a model, two collectives, a layer
-and its state, the train step.
+gloo does. The second plays rank 0 of 1024 with the paper's 7.5-billion-parameter model: its tensors have
+shapes but no data, and it counts the memory and the traffic of one step. Read each file down to the line
+"All below is the same in every stage": a model, two collectives, a layer and its state, the train step.
 """
 
 # ---- 1. Imports --------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ import hashlib
 import json
 import math
 import os
-import pydoc_data.topics
+import pydoc_data.topics  # Python's help texts, which we train on
 import random
 import re
 import signal
@@ -51,22 +51,23 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # or Adam imports it later, and it holds on to the process group at exit
+import torch.distributed.nn  # now: imported later, by Adam, it would keep the process group alive at exit
 import torch.nn as nn
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode  # simulated ranks: tensors with shapes and no memory
-from torch.utils._python_dispatch import TorchDispatchMode  # the meter: sees every tensor that is made
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
+from torch.utils._python_dispatch import TorchDispatchMode  # lets the meter (part 6) see every new tensor
 
 # ---- 2. The model ------------------------------------------------------------------------------------------
-# A small GPT-2: LayerNorm before attention and MLP, learned positions. Only the head differs: it has a weight
-# of its own, not the embedding's, so that each layer stands alone.
+# A small GPT-2: LayerNorm before attention and MLP, learned positions. Unlike GPT-2's, the head has a
+# weight of its own and doesn't share the embedding's, so that no parameter belongs to two layers.
 #
-# The model is a plain list of layers: [Embedding, Block, ..., Block, Head]. Each is called with (x, y),
-# where x is the output of the layer below. Only the head reads y, the tokens to predict, and returns the
-# loss. So the train step can treat all layers alike.
+# The model is a plain list of layers: [Embedding, Block, ..., Block, Head]. Each is called with (x, y): x
+# is the output of the layer before it, for the embedding the tokens. Only the head reads y, the tokens to
+# predict, and returns the loss. So all layers are called in the same way.
 #
-# `cfg` is the command line (section 7). The model reads from it the sizes: layers, width C, heads, context
-# T, vocab. B is the number of sequences in a micro-batch.
+# `cfg` is the command line (part 7). The model reads from it the sizes: layers, width C, heads, context T,
+# vocab. A rank's share of the batch may be cut into micro-batches, whose gradients are added up. B is the
+# number of sequences in one of them.
 
 
 def initialize(module, cfg):
@@ -81,6 +82,7 @@ def initialize(module, cfg):
             nn.init.zeros_(weight)
 
 
+# Turns each token and its position into vectors of C numbers, and adds them.
 class Embedding(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -92,6 +94,7 @@ class Embedding(nn.Module):
         return self.token(x) + self.position.weight[: x.shape[1]]
 
 
+# Attention lets each token look at the ones before it; the MLP treats each by itself. Both add to x.
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -113,6 +116,7 @@ class Block(nn.Module):
         return x + self.mlp_proj(F.gelu(self.mlp_up(self.mlp_norm(x))))
 
 
+# Scores every token of the vocabulary as the next one, and returns how wrong that was.
 class Head(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -121,7 +125,7 @@ class Head(nn.Module):
         initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T, C), y (B, T) int64, the next tokens -> the mean loss, 0-d fp32
-        logits = self.logits(self.norm(x)).float()  # fp32: the loss sums many small numbers
+        logits = self.logits(self.norm(x)).float()  # softmax adds up a term for every token of the vocabulary
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
@@ -135,11 +139,14 @@ class Head(nn.Module):
 #     all-gather        A B C D        A B C D        each rank sends its slice to all the others
 #
 # In a row they are an all-reduce (§7.1): every rank has the whole average. Why not call all_reduce, then?
-# Because all of ZeRO happens between the two halves, or uses one without the other.
+# Because stage 1 puts Adam between the halves, and stages 2 and 3 use each half by itself.
 #
 # What do they cost? A slice is 1/N of a vector of n elements. In the reduce-scatter a rank sends away every
-# slice but its own, in the all-gather it sends its own slice N-1 times. Each time that is n(N-1)/N
-# elements.
+# slice but its own, in the all-gather it sends its own slice to N-1 others. Either way it sends N-1 slices,
+# n(N-1)/N elements. (A library may pass them on from rank to rank, in a ring: the count is the same.)
+#
+# `meter` (part 6) measures memory and time and changes no result: skip its lines when you read.
+# meter.name(t, ...) says what t holds and returns t itself; meter.device is the device.
 
 
 class Transfer:
@@ -149,7 +156,9 @@ class Transfer:
         self.comm = comm
         self.name = name
         self.layer = layer  # the layer whose vector it is
-        self.works = works  # PyTorch's handles: one, or one for each broadcast
+        # PyTorch's handles, one or several: with async_op=True a collective returns at once, and the handle's
+        # wait() waits for its end.
+        self.works = works
         self.buffers = buffers  # being read or written until wait(): nobody else may write or free them
         self.result = result
         self.finish = finish  # a function that makes the result of what was received, or None
@@ -158,7 +167,8 @@ class Transfer:
             self.complete()
 
     def wait(self):
-        """Returns the result, once, as soon as it is here. On a GPU the stream waits, and Python goes on."""
+        """Returns the result; call it only once. On a GPU it is the stream, the queue of the GPU's work, that
+        waits for the data, while Python goes on."""
         self.complete()
         result = self.result
         self.result = None  # a second reference would keep it in memory for longer than the caller needs it
@@ -170,7 +180,7 @@ class Transfer:
         meter = self.comm.meter
         waiting_since = meter.now()
         while self.works:
-            self.works.pop(0).wait()  # dropped at once: PyTorch's handle would keep its tensors alive
+            self.works.pop(0).wait()  # taken off the list, since a handle keeps the buffers in memory
         layer = self.layer.name if self.layer else ""
         meter.spans.append((self.name, layer, self.started_at, waiting_since, meter.now()))
         meter.settle(self.buffers)
@@ -183,13 +193,12 @@ class Collectives:
     """reduce_scatter and all_gather of one flat vector, and the count of what a rank sends.
 
     Both start a transfer and return it: what is computed between the start and wait() hides the time it
-    takes. All ranks must start the same collectives in the same order, the order of the layers. A
-    collective has no name on the wire: whatever one rank calls as its third meets whatever the others call
-    as their third.
+    takes. All ranks must start the same collectives in the same order. A collective carries no name: the
+    third call on one rank is matched with the third call on every other.
     """
 
     def __init__(self, cfg, meter, group):
-        self.group = group  # the ranks that call together
+        self.group = group  # the ranks that call together, as a process group of PyTorch's
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.meter = meter
@@ -203,15 +212,15 @@ class Collectives:
             self.native = dist.get_backend() != "gloo"
 
     def reduce_scatter(self, full, layer):
-        """Averages a vector over the ranks. full (n,) -> wait() -> (n/N,): this rank's slice of the average.
+        """Averages full (n,) over the ranks. The transfer's wait() returns this rank's slice of the
+        average, (n/N,).
 
-        Written out for gloo it is the plainest picture of P_g (§5.2): every rank mails slice r to rank r,
-        and rank r adds up what arrives. It sums in fp32 and in the order of the ranks, so every run gives
-        the same bits, and takes n elements of memory to receive. NCCL sums in its own order and in the
-        dtype of `full`.
+        The version for gloo shows P_g (§5.2) directly: every rank sends slice r to rank r, which averages
+        what it receives, n elements, in fp32 and in the order of the ranks, so that every run gives the
+        same bits. NCCL adds in an order of its own, and returns the dtype of `full`.
         """
         self.count("reduce_scatter", full)
-        if self.native:  # (PyTorch before 2.13 called it reduce_scatter_tensor)
+        if self.native:  # (PyTorch before 2.13 called these reduce_scatter_tensor and all_gather_into_tensor)
             shard = full.new_empty(full.numel() // self.world_size)
             average = dist.ReduceOp.AVG
             works = [dist.reduce_scatter_single(shard, full, op=average, group=self.group, async_op=True)]
@@ -228,7 +237,7 @@ class Collectives:
         return total.div_(self.world_size)
 
     def all_gather(self, full, layer):
-        """Completes, in place, a vector of which each rank has its own slice. full (n,) -> wait() -> full."""
+        """Completes full (n,), of which each rank has its own slice, in place. wait() returns it."""
         self.count("all_gather", full)
         if self.native:
             part = full.numel() // self.world_size
@@ -262,19 +271,21 @@ class Layer:
     """A layer as a function of one flat vector of its parameters: `layer(flat, x, y)`.
 
     Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of ZeRO
-    is the answer to three questions, and each answer is marked where it is given:
+    is the    answer to three questions:
 
         1. Where does the flat vector live?    2. Where does its gradient go?    3. Who owns its fp32 copy?
+
+    Search for "Answer": 1 and 3 are given in __init__, 2 in train_step.
     """
 
     def __init__(self, name, kind, cfg, comm, device):
         self.name = name
-        self.dtype = getattr(torch, cfg.dtype)  # of what is stored
-        self.compute = getattr(torch, cfg.compute)  # of the arithmetic
+        self.dtype = getattr(torch, cfg.dtype)  # in which parameters and gradients are stored
+        self.compute = getattr(torch, cfg.compute)  # in which the layer computes
         with torch.device("meta"):
-            self.module = kind(cfg)  # only for its forward() and the names: on "meta" weights have no memory
-        # The weights are drawn on the CPU, from a seed for this layer: alike on every rank and for every
-        # device.
+            self.module = kind(cfg)  # only its forward() is used: on "meta" its own weights have no memory
+        # The weights are drawn on the CPU, alike on every rank, from a seed of each layer's own. (Random()
+        # turns a text into the same number everywhere; hash() would not.)
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         drawn = kind(cfg)
         weights = dict(drawn.named_parameters())
@@ -290,8 +301,8 @@ class Layer:
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
         # fused Adam computes the last few elements of a vector in another way, which differs in the last
-        # bit. (The paper gives each rank one contiguous part of the model: the same bytes and volume, but
-        # unequal work.)
+        # bit. (§5.1 cuts the whole model into N parts instead. It costs the same; but here every layer has
+        # all owners, so that all of them have the same work at the same time.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -302,33 +313,33 @@ class Layer:
         # Answer 1: whole, on every rank. (padded,) 16-bit, 2Ψ bytes.
         self.flat = full.to(self.dtype, copy=True)
         self.shard = self.flat[self.own]  # §5.1: a view of this rank's slice
-        # Answer 3, §5.1: this rank, its slice. (padded/N,) fp32, 4Ψ/N bytes, and Adam's moments: 12Ψ/N. A
-        # clone, because a view would keep all of `full` alive.
+        # Answer 3, §5.1: each rank its slice. (padded/N,) fp32, 4Ψ/N bytes; with Adam's moments 12Ψ/N. A
+        # clone, because a view would keep all of `full` in memory.
         self.master = full[self.own].clone()
         self.grad = None  # made in the backward pass
 
     def seed_random(self, *numbers):
-        """Before a call: seeds what it draws, such as dropout. Forward and recomputation must draw the same
-        numbers, or the gradient is that of another function; and every rank, step and micro-batch
-        others."""
+        """Seeds the random numbers of a call, for layers that draw some, such as dropout; these here don't.
+        The forward pass and the recomputation must draw the same, or the gradient is that of another
+        function."""
         torch.manual_seed(random.Random(f"{self.name}/{numbers}").getrandbits(63))
 
     def __call__(self, flat, x, y):
         """flat (padded,), x the layer's input -> the layer's output in the stored dtype, or the loss in fp32.
 
-        A CPU without units for 16-bit arithmetic multiplies such matrices 30 to 100 times slower than fp32
-        ones. So what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which lives as
-        long as this call. If the dtype is the same already, it returns the tensor itself.
+        A CPU without 16-bit units multiplies 16-bit matrices 30 to 100 times more slowly than fp32 ones. So
+        what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed with the
+        layer's graph. Where the dtype is the same already, it returns the tensor itself.
         """
         weights = {}
-        for name, constant in self.constants.items():  # buffers; those of this file's modules have none
+        for name, constant in self.constants.items():  # buffers (the modules of this file have none)
             weights[name] = constant.to(self.compute) if constant.is_floating_point() else constant
         pieces = flat.to(self.compute).split(self.sizes)  # views; the last one, the padding, goes unused
         for (name, shape), piece in zip(self.shapes.items(), pieces):
             weights[name] = piece.view(shape)
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
-        out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), with these weights
+        out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
         if out.dim() == 0:  # the head's loss
             return out
         return out.to(self.dtype)
@@ -344,7 +355,7 @@ def make_layers(cfg, comm, device):
 
 
 def named_states(layers, adam):
-    """(tensor, category, layer) of all that is there when a step begins, and still when it has ended."""
+    """(tensor, category, layer) for every tensor that lives from step to step."""
     for layer in layers:
         yield layer.flat, "parameters", layer
         yield layer.master, "optimizer", layer
@@ -361,8 +372,12 @@ def full_master(layer, comm):
     return comm.all_gather(full, layer).wait()
 
 
+# What the paper predicts, printed beside what is measured: bytes, then elements sent.
+
+
 def paper_states(psi, world_size, cfg):
-    """The paper's bytes of model states on a rank, for psi parameters. Compare with what the meter counts."""
+    """Bytes of model states on a rank by the paper's formula, for psi parameters, to compare with the
+    meter."""
     param_bytes = 4 if cfg.dtype == "float32" else 2
     grad_bytes = param_bytes if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     parameters = param_bytes * psi  # 2Ψ
@@ -372,7 +387,8 @@ def paper_states(psi, world_size, cfg):
 
 
 def paper_volume(layers, world_size, cfg):
-    """The paper's number of elements that a rank sends in a step, and the formula in words."""
+    """Elements that a rank sends in a step by the paper's formula, times (N-1)/N, and this formula as
+    text."""
     psi = sum(layer.psi for layer in layers)
     # §7.1, §7.2.1: a reduce-scatter of Ψ and an all-gather of Ψ
     return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"
@@ -389,8 +405,9 @@ def paper_volume(layers, world_size, cfg):
 
 
 def sum_of_squares(vectors):
-    """The sum of the squares of all elements, 0-d float64. Stages add in different orders, which in float64
-    hardly ever changes the norm once it is rounded to fp32. In pieces, because .double() makes a copy."""
+    """The sum of the squares of all elements, 0-d float64. The order of the sum depends on N; in float64
+    that hardly ever changes the norm once it is rounded to fp32. In pieces, because .double() makes a
+    copy."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
         for piece in vector.split(2**20):
@@ -408,8 +425,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     step      its number, for the seeds of what layers draw
     returns   the mean loss over ranks and micro-batches, and the norm of the gradient; 0-d fp32, not scaled
 
-    Nothing here reads a number back from the device, so Python never waits for it and can queue the whole
-    step ahead. Lines with `meter.` only measure: skip them when you read.
+    Nothing here reads a number back from the device: on a GPU Python never waits, and queues the whole step
+    ahead. Lines with `meter.` only measure, but for meter.name(t, ...), which returns t, and meter.device.
     """
     dtype = layers[0].dtype
     grad_dtype = dtype
@@ -422,7 +439,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers."""
         layer = reducing.layer
-        # §5.1: no second half. Rounded to 16 bits, as stage 0's all-gather does.
+        # §5.1: no all-gather here; it follows Adam. The slice is rounded as in stage 0. The rest of
+        # layer.grad is this rank's own gradient still, and isn't used any more.
         layer.grad[layer.own] = reducing.wait().to(dtype)
 
     for micro, (tokens, y) in enumerate(batches):
@@ -439,33 +457,30 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
             inputs.append(x)
 
         # 2. Backward, from the head down: compute the layer again from its input, differentiate, forget.
-        # `dout` holds the derivative of the step's loss by the layer's output. The step's loss is the mean
-        # over m micro-batches times the scale, and the head's output is the loss of one of them: so it
-        # begins as scale/m.
+        # `dout` is the gradient of (scale · mean loss over m micro-batches) with respect to the layer's
+        # output. The head's output is the loss of one micro-batch, so for the head it is scale/m.
         dout = [torch.full((), scale / len(batches), device=meter.device)]
         for layer in reversed(layers):
             flat = layer.flat
             x = inputs.pop()
             layer.seed_random(cfg.seed, step, micro, comm.rank)
             with meter.computing("backward", layer):
-                # Detached: the same memory, but marked for autograd here alone, and not for the rest of its
-                # life.
+                # detach() shares the memory: autograd tracks this tensor, and the original stays untracked.
                 flat = flat.detach().requires_grad_()
                 leaves = [flat]
-                if layer is not layers[0]:  # there is no derivative by token numbers
+                if layer is not layers[0]:  # the embedding's input is whole numbers
                     x = x.detach().requires_grad_()
                     leaves = [flat, x]
                 with torch.enable_grad():
                     out = layer(flat, x, y)
-                # The chain rule: from the derivative by `out` to those by `flat`, which is this layer's
-                # gradient, and by `x`, which is the `dout` of the layer below. (A list of one; empty after
+                # The chain rule: from the gradient with respect to `out` to those with respect to `flat`,
+                # which we want, and to `x`, the `dout` of the layer before it. (A list of one; empty after
                 # the embedding.)
                 flat_grad, *dout = torch.autograd.grad(out, leaves, dout)
                 meter.name(flat_grad, "gradients", layer)
                 if layer is layers[-1]:
                     loss += out.detach() / len(batches)
-                # `out` holds the graph, and that the parameters and activations: delete every reference to
-                # it.
+                # `out` keeps the graph alive, and the graph keeps flat and x: delete every reference to them.
                 del flat, x, leaves, out
             # Answer 2: the gradient stays, whole, on every rank. Micro-batches add up.
             if layer.grad is None:
@@ -494,12 +509,12 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     #
     #     g / (scale · max(1, norm / clip))
     #
-    # PyTorch's fused Adam does that itself: it divides by its attribute `grad_scale`, and does nothing at
-    # all where `found_inf` is 1. (Both are made for torch.amp.GradScaler, and other optimizers may not read
+    # Fused Adam does that itself: it divides by its attribute `grad_scale`, and skips the step if
+    # `found_inf` is 1. (Both are made for torch.amp.GradScaler; an optimizer that isn't fused does not read
     # them.) The norm is the same on every rank, so all ranks clip alike and skip the same steps.
     adam.grad_scale = scale * (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
-    # Adam needs an fp32 gradient for every fp32 parameter: §5.1, 4Ψ/N bytes, 1/N of §3.2's fused buffer.
+    # Adam needs fp32 gradients. §5.1: 4Ψ/N bytes for a moment, on top of the table above. (See §3.2.)
     for layer in layers:
         layer.master.grad = layer.grad[layer.own].float()
         layer.grad = None
@@ -687,7 +702,9 @@ class Config:
     seed: int = option(0, "fixes the initial weights and the order of the data", least=-(2**63))
     dtype: str = option("bfloat16", "type in which parameters and gradients are stored", "float16", "float32")
     compute: str = option("auto", "type of the arithmetic", "bfloat16", "float16", "float32")
-    device: str = option("auto", "auto: cuda if this machine has a GPU for each of its ranks", "cpu", "cuda")
+    device: str = option(
+        "auto", "auto: cuda, where each rank has a GPU (name it for several nodes)", "cpu", "cuda"
+    )
     collectives: str = option("auto", "gloo: as written out here; native: the library's", "gloo", "native")
     overlap: str = option("on", "off: wait for each collective at once, to see what overlap saves", "off")
     data: str = option("", "train on the bytes of this file (default: Python's own language reference)")
@@ -743,9 +760,7 @@ def load_data(cfg):
         with open(cfg.data, "rb") as file:
             data = file.read()
     if len(data) <= cfg.context:
-        fail(
-            f"the text has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; take a smaller one"
-        )
+        fail(f"the text has {len(data)} bytes, a sequence takes --context {cfg.context} + 1; shorten it")
     return data
 
 
