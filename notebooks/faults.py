@@ -115,13 +115,14 @@ FAULTS = [
     Fault(
         "a wait() dropped", "stage3_param.py",
         [(
-            "works.pop(0).wait()",
-            "works.pop(0)",
+            "average = reducing.wait().to(grad_dtype)",
+            "average = comm.average(reducing.result).to(grad_dtype)",
         )],
-        "loss norm hash",
-        "NaN in most steps. In the last one, which is metered and so slower, the loss is a number again.",
-        "Layers compute with what was in the buffer before, and how much of it depends on the speed of the network. A "
-        "step that is slower, because something measures it, may even be right.",
+        "loss norm bytes hash",
+        "The same command gives other numbers every time, and sometimes NaN.",
+        "Gradients are read while they still arrive: the embedding's in any case, since nothing is computed in the "
+        "meantime. How much of one is there depends on the speed of the network. A step that is slower, because "
+        "something measures it, may even be right. And wait() lets go of the buffers, so one more gradient is whole.",
     ),
     Fault(
         "optimizer built before sharding", "stage1_os.py",
@@ -216,15 +217,16 @@ FAULTS = [
         micro_batches=3,
     ),
     Fault(
-        "seed depends on the rank", "stage1_os.py",
+        "seed depends on the number of ranks", "stage1_os.py",
         [(
             'f"{cfg.seed}/{name}"',
-            'f"{cfg.seed + comm.rank}/{name}"',
+            'f"{cfg.seed + comm.world_size}/{name}"',
         )],
         "loss norm hash",
         "Nothing. It trains as well as before; only the numbers of an earlier run don't come back.",
-        "N models in the first step, then one that is pieced together from slices of all of them, and trains as well. "
-        "In stage 0 there would be N to the end. No curve tells; the hash of the initial weights does.",
+        "Another model for every number of ranks, so no run on two can be compared with one on four. No curve tells; "
+        "the hash of the initial weights does. (With the rank itself in the seed there would be N models in one run: "
+        "`check_layers` in section 8 looks for that.)",
     ),
     Fault(
         "no averaging", "stage1_os.py",

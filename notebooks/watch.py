@@ -4,15 +4,20 @@
 
 Rank r writes FOLDER/r.json, a list of records:
 
-    moment  a mark of the metered step: live bytes by category `at` that mark, and the `most` since the mark before
+    moment  a mark of the metered step: live bytes by category `at` that mark, and the `most` since the mark before, and
+            what the process has `besides` these tensors: arrays of numpy, bytes, lists
     whole   the `most` gathered layers at a time, and one (`stale`) that was used and still there at a later gather;
             and the bytes of the largest fp32 `slice` that a rank has of a layer
     found   a tensor that hangs on a layer and is none of the model states: `where`, and its `bytes`
+    traffic what this rank sends in a `step`, whoever starts it: `elements` and `bytes`, and apart from these the
+            elements in transfers of a `few` each
 
 The script's meter sees a storage when an operation touches it. Here every tensor that Python knows is shown to it, at
-the start of the step and at each mark, so that memory which nothing touches is counted too.
+the start of the step and at each mark, so that memory which nothing touches is counted too. What a process
+has allocated is known on Linux only. A file or another process is out of sight.
 """
 
+import ctypes
 import gc
 import importlib.util
 import json
@@ -21,6 +26,7 @@ import pathlib
 import sys
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMED = {"flat": "parameters", "shard": "parameters", "grad": "gradients", "master": "optimizer"}  # attributes of Layer
 
@@ -34,6 +40,66 @@ def load(path):
     return module
 
 
+# Operation of torch.distributed -> which of its arguments is sent, and how often, on rank r of N. A rank that receives
+# a broadcast sends nothing. What isn't named here counts with all its tensors.
+SENT = {
+    "allreduce_": (0, lambda r, N, args: 2 * (N - 1) / N),
+    "broadcast_": (0, lambda r, N, args: (N - 1) * (args[2] == r)),
+    "reduce_": (0, lambda r, N, args: (N - 1) / N),
+    "allgather_": (1, lambda r, N, args: N - 1),
+    "_allgather_base_": (1, lambda r, N, args: N - 1),
+    "allgather_into_tensor_coalesced_": (1, lambda r, N, args: N - 1),
+    "reduce_scatter_": (1, lambda r, N, args: (N - 1) / N),
+    "_reduce_scatter_base_": (1, lambda r, N, args: (N - 1) / N),
+    "reduce_scatter_tensor_coalesced_": (1, lambda r, N, args: (N - 1) / N),
+    "alltoall_": (1, lambda r, N, args: (N - 1) / N),
+    "alltoall_base_": (1, lambda r, N, args: (N - 1) / N),
+    "gather_": (1, lambda r, N, args: (N - 1) / N),
+    "scatter_": (1, lambda r, N, args: (N - 1) / N),
+    "recv_": (0, lambda r, N, args: 0),
+    "recv_any_source_": (0, lambda r, N, args: 0),
+    "barrier": (0, lambda r, N, args: 0),
+}
+FEW = 16  # elements: a transfer of no more is one of scalars, such as the loss and the norm
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this rank sends, at torch.distributed itself."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.record = {"event": "traffic", "step": step, "elements": 0, "bytes": 0, "few": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            N, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            position, times = SENT.get(function._opname, (slice(None), lambda r, N, args: 1))
+            times = times(rank, N, args)
+            for tensor in torch.utils._pytree.tree_leaves(args[position]):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() <= FEW:
+                    self.record["few"] += tensor.numel()
+                elif isinstance(tensor, torch.Tensor):
+                    self.record["elements"] += times * tensor.numel()
+                    self.record["bytes"] += times * tensor.nbytes
+        return function(*args, **(kwargs or {}))
+
+
+class MallInfo(ctypes.Structure):  # of glibc's malloc.h
+    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
+
+
+def allocated():
+    """The bytes that this process has from malloc() and has not freed: of PyTorch on a CPU, of Python, of any library.
+    0 where the system has another malloc()."""
+    try:
+        count = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    count.restype = MallInfo
+    info = count()
+    return info.field_4 + info.field_7  # hblkhd: mapped by themselves; uordblks: in use of all else
+
+
 def reachable(thing, where, seen):
     """(where, tensor) of every tensor in a layer: attributes, and what lists, tuples and dicts hold."""
     if id(thing) in seen:
@@ -42,6 +108,8 @@ def reachable(thing, where, seen):
     if isinstance(thing, torch.Tensor):
         yield where, thing
         yield from reachable(thing.grad, where + ".grad", seen)
+    elif hasattr(thing, "__array_interface__"):  # of numpy, perhaps with the memory of a tensor
+        yield where, torch.from_numpy(thing)
     elif isinstance(thing, dict):
         for key, value in thing.items():
             yield from reachable(value, f"{where}[{key!r}]", seen)
@@ -57,17 +125,19 @@ def watch(module):
     """Replaces the module's Meter and Collectives by such that look more closely. Returns the list of records, which
     is filled when the script counts its trace."""
     records, layers, gathered, found = [], [], {}, {}
-    make_layers = module.make_layers
+    make_layers, train_step, steps = module.make_layers, module.train_step, []
 
     class Meter(module.Meter):
         def start(self, named):
             gc.collect()
+            self.process = []  # what the process has allocated at each mark
             super().start(named)
             self.mark("the start of the step")
 
         def mark(self, label):
             if self.running:
                 self.show_all()
+                self.process.append(allocated())
             super().mark(label)
 
         def show_all(self):
@@ -82,6 +152,8 @@ def watch(module):
             for thing in gc.get_objects():
                 if issubclass(type(thing), torch.Tensor) and thing.device.type != "meta":
                     self.see(thing)
+                elif type(thing) is torch.UntypedStorage and thing.device.type != "meta":
+                    self.see(torch.empty(0, dtype=torch.uint8, device=thing.device).set_(thing))
 
         def replay(self):
             records.extend(moments(self))
@@ -100,17 +172,26 @@ def watch(module):
         layers[:] = make_layers(*arguments)
         return layers
 
-    module.Meter, module.Collectives, module.make_layers = Meter, Collectives, remembered
+    def counted(*arguments):
+        with Traffic(len(steps)) as traffic:
+            steps.append(traffic)
+            result = train_step(*arguments)
+        records.append(traffic.record)
+        return result
+
+    module.Meter, module.Collectives = Meter, Collectives
+    module.make_layers, module.train_step = remembered, counted
     return records
 
 
 def moments(meter):
     """Live bytes by category at each mark, and the most since the mark before."""
     live = dict.fromkeys([*meter.category, "total"], 0)
-    most, records = dict(live), []
+    most, records, process = dict(live), [], iter(meter.process)
     for key, value in meter.trace:
         if isinstance(key, str):
-            records.append({"event": "moment", "label": key, "at": dict(live), "most": most})
+            besides = next(process) - live["total"]
+            records.append({"event": "moment", "label": key, "at": dict(live), "most": most, "besides": besides})
             most = dict(live)
             continue
         for category in (meter.category[key], "total"):

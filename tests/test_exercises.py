@@ -64,30 +64,32 @@ WRONG = {
     ),
     "1, a view of the whole fp32 copy": (1, {"a": "self.master = full[self.own]"}, "bytes of optimizer states"),
     "1, a whole fp32 gradient, and a slice of it": (
-        1, {"c": "for layer in layers:\n    layer.master.grad, layer.grad = layer.grad.float()[layer.own], None"},
+        1, {"c": "for layer in layers:\n    layer.master.grad = layer.grad.float()[layer.own]\n    layer.grad = None"},
         "'fp32 gradients' .* bytes of buffers",
     ),
     "1, no exchange of parameters": (
         1, {"d": "for layer in layers:\n    layer.flat[layer.own].copy_(layer.master)"}, "loss of step",
     ),
     "1, exchange of gradients as well": (
-        1, {"b": "finish_gather()\nfull = meter.name(layer.grad.to(dtype), 'gradients')\n"
-            "gathering.append((layer, comm.all_gather(full, layer.name)))"}, "sends 1.500 Ψ elements",
+        1, {"b": "return comm.all_gather(meter.name(layer.grad.to(dtype), 'gradients', layer), layer)"},
+        "sends 1.500 Ψ elements",
     ),
     "1, a word that is not Python": (1, {"c": "for layer in layers"}, r"SyntaxError: .*my_stage1.py, line \d+"),
     "1, a name that does not exist": (1, {"b": "layer.gard[0]"}, r"AttributeError: .*my_stage1.py, line \d+, in"),
     "2, no reduction is finished in the loop": (
-        2, {"b": "reducing.append((layer, comm.reduce_scatter(flat_grad, layer.name)))\ndel flat_grad"}, "bytes of",
+        2, {"b": "reducing = [*(reducing or []), comm.reduce_scatter(flat_grad, layer)]\ndel flat_grad\n"
+            "if layer is layers[0]:\n    for transfer in reducing:\n        finish_reduction(transfer)\n"
+            "    reducing = None"},
+        "bytes of",
     ),
     "2, whole gradients until the end of backward": (
-        2, {"b": "finish_reduction()\nreducing.append((layer, comm.reduce_scatter(flat_grad, layer.name)))\n"
-            "kept = [] if layer is layers[-1] else kept\nkept.append(flat_grad)\ndel flat_grad"}, "bytes of gradients",
+        2, {"b": lambda part: "kept = [] if layer is layers[-1] else kept\nkept.append(flat_grad)\n" + part},
+        "bytes of gradients",
     ),
     "2, whole gradients hang on the layers": (
-        2, {"b": "finish_reduction()\nreducing.append((layer, comm.reduce_scatter(flat_grad, layer.name)))\n"
-            "layer.whole = flat_grad\ndel flat_grad"}, "bytes of buffers.* self.whole of .* keeps",
+        2, {"b": lambda part: "layer.whole = flat_grad\n" + part}, "self.whole of .* keeps",
     ),
-    "2, the last micro-batch alone": (2, {"a": "layer.grad = wait().to(grad_dtype)"}, "loss of step"),
+    "2, the last micro-batch alone": (2, {"a": "layer.grad = reducing.wait().to(grad_dtype)"}, "loss of step"),
     "3, all parameters besides the slice": (
         3, {"a": "self.flat = full.to(self.dtype, copy=True)\nself.shard = self.flat[self.own].clone()"},
         "bytes of parameters",
@@ -102,7 +104,7 @@ WRONG = {
         3, {"b": lambda part: part.replace("del flat", "kept = [*(kept if len(inputs) > 2 else []), flat]")},
         "has been used and is still whole",
     ),
-    "3, gathered in one micro-batch's forward alone": (3, {"c": "flat, x = layer.shard, inputs.pop()"}, "Error: "),
+    "3, gathered in one micro-batch's forward alone": (3, {"c": "flat = layer.shard\nx = inputs.pop()"}, "Error: "),
 }  # fmt: skip
 FEW = [*WRONG][::9]  # by default
 RIGHT = {
@@ -111,11 +113,11 @@ RIGHT = {
     "3": (3, {}),
     "2, with a name for the meter": (2, {"a": lambda part: part + '\nmeter.name(layer.grad, "gradients")'}),
     "2, waiting at once": (
-        2, {"b": "reducing.append((layer, comm.reduce_scatter(flat_grad, layer.name)))\ndel flat_grad\n"
-            "finish_reduction()"},
+        2, {"b": "reducing = comm.reduce_scatter(flat_grad, layer)\ndel flat_grad\nfinish_reduction(reducing)\n"
+            "reducing = None"},
     ),
     "2, another sum": (
-        2, {"a": "average = wait().to(grad_dtype)\n"
+        2, {"a": "average = reducing.wait().to(grad_dtype)\n"
             "layer.grad = average.clone() if layer.grad is None else layer.grad + average"},
     ),
 }  # fmt: skip

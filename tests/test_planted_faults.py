@@ -34,7 +34,7 @@ CAUGHT = {  # fault -> the test that fails
     "gather after the step forgotten": volume,
     "wrong slice offset": same_bits,
     "masters rebuilt from the 16-bit parameters": same_bits,
-    "seed depends on the rank": same_bits,
+    "seed depends on the number of ranks": same_bits,
 }
 
 
