@@ -295,7 +295,8 @@ def tried(script, options, **fixed):
     """A simulation with a reader's options besides fixed ones: (run, ""), or (None, one line on why there is none)."""
     if not isinstance(options, dict):
         return None, f"{options!r} is no dict of options"
-    if both := sorted(set(options) & set(fixed)):
+    fixed_names = {*fixed, "simulate_ranks", "device", "log_file", "data"}
+    if both := sorted(fixed_names & {str(name).replace("-", "_") for name in options}):
         return None, f"{', '.join(both)} shall stay as it is"
     try:
         return simulate(script, **fixed, **options), ""
@@ -316,6 +317,9 @@ def predicted(prediction, measured, unit="", tolerance=0.02):
 def check_function(function, cases, what="", tolerance=0.0, usual=None):
     """The same for a function: `cases` is a list of (arguments, measured), and `usual` is {factor: which mistake it is
     if the answer is so many times what was measured}."""
+    if not cases:
+        print(f"{what}: nothing was measured: run the cells above first")
+        return False
     for arguments, measured in cases:
         shown = ", ".join(f"{a:,}" if as_number(a) is not None else repr(a) for a in arguments)
         try:
@@ -329,7 +333,9 @@ def check_function(function, cases, what="", tolerance=0.0, usual=None):
             return False
         if wrong:
             value = as_number(answer)
-            known = [words for f, words in (usual or {}).items() if value and not compared(value / measured, f, 0.02)]
+            known = []
+            if value and measured:  # a factor of nothing is none
+                known = [words for f, words in (usual or {}).items() if not compared(value / measured, f, 0.02)]
             print(f"{what}: not yet. For ({shown}) {wrong}. " + " ".join(known))
             return False
     print(f"{what}: right in {len(cases)} cases")
@@ -443,7 +449,7 @@ def replay(meter):
 
 
 def plot_trace(run, unit=1e6, name="MB"):
-    """Stacked bytes per category after every single allocation and release of the step."""
+    """Stacked bytes per category after every single allocation and release, part by part of the step."""
     rows, marks = replay(run.meter)
     resident = max(row["optimizer"] for row in rows)
     first = next(at for at, row in enumerate(rows) if row["optimizer"] == resident) + 1
@@ -452,21 +458,29 @@ def plot_trace(run, unit=1e6, name="MB"):
     always = start_at_floor(ax, rows, unit, name)
     values = [[row[category] / unit - low for row in rows] for category, low in always.items()]
     values[0] = [value + sum(always.values()) for value in values[0]]  # the others are stacked on it
-    for category, area in zip(always, ax.stackplot(range(len(rows)), values, step="post")):
+    # Each part of the step has the same width, and those of the optimizer twice that, however often they allocate.
+    x, edges = [], []
+    for (start, _), (end, label) in zip([(0, ""), *marks], marks):
+        width = 1 if label.startswith(("forward", "backward")) else 2
+        left = edges[-1] if edges else 0
+        x += [left + width * (at - start) / (end - start) for at in range(start, end)]
+        edges.append(left + width)
+    values = [column[: len(x)] for column in values]
+    for category, area in zip(always, ax.stackplot(x, values, step="post")):
         area.set(facecolor=COLORS[category], edgecolor=style(category)["edgecolor"], lw=0.3)
-    ax.set_xlim(0, len(rows))
     top = max(sum(row.values()) - row["host"] for row in rows) / unit
     words = {"before the optimizer step": "last reduction", "parameters updated": "new parameters"}
-    for (start, _), (end, label) in zip([(0, ""), *marks], marks):
+    for start, end, (_, label) in zip([0, *edges], edges, marks):
         ax.axvline(end, color="black", lw=0.4, alpha=0.5)
-        if end - start > len(rows) / 45 or label == "fp32 gradients":
-            ax.annotate(
-                words.get(label, label), ((start + end) / 2, 1.02), xycoords=ax.get_xaxis_transform(), rotation=90,
-                ha="center", va="bottom", fontsize=8,
-            )  # fmt: skip
+        ax.annotate(
+            words.get(label, label), ((start + end) / 2, 1.02), xycoords=ax.get_xaxis_transform(), rotation=90,
+            ha="center", va="bottom", fontsize=8,
+        )  # fmt: skip
+    ax.set_xlim(0, edges[-1])
     ax.axhline(top, color="black", lw=1, ls=":")
+    ax.set_xticks([])
     ax.set_ylabel(f"live memory in {name}")
-    ax.set_xlabel("allocations and releases of one step, in order (vertical lines: the script's marks)")
+    ax.set_xlabel("parts of one step, each with all its allocations and releases")
     legend_of(ax, [category for category in always if any(row[category] / unit > always[category] for row in rows)])
     return fig
 
@@ -595,62 +609,66 @@ def first_failure(run, capacity):
     return asked, sum(holes), max(holes)
 
 
-def resident(blocks, kept):
-    """The top of the blocks that lie there from first to last, one upon the other from address 0, without `kept`."""
-    top, end = 0, max(died for *_, died in blocks)
-    for number, start, length, _, died in sorted(blocks, key=lambda block: block[1]):
-        if start == top and died == end and number not in kept:
-            top = start + length
-    return top
-
-
-def plot_heaps(runs, unit=1e6, name="MB", capacity=None):
-    """{title: run with a trace of zero_r.py}: every allocation as a rectangle, time to the right and addresses upwards.
-    What M_D is about, kept layer inputs and gradients, has its colour; all else is pale. `capacity` in bytes: a line,
-    and what lies above it does not fit."""
-    fig, axes = plt.subplots(1, len(runs), figsize=(11, 4.4), sharey=True)
-    seen, highest, bottom = set(), 0, 0
+def plot_heaps(runs, capacity, unit=1e6, name="MB"):
+    """{title: run with a trace of zero_r.py}: each heap at one moment, addresses to the right. Of a run that fails on a
+    device of `capacity` bytes it is the moment before, with the request below its heap, else that of its highest
+    address. What M_D is about, kept layer inputs and gradients, has its colour; white is free."""
+    fig, axes = plt.subplots(len(runs), 1, figsize=(11, 1.9 * len(runs)), sharex=True)
+    seen = set()
     for ax, (title, run) in zip(axes, runs.items()):
         meter = run.meter
         kept = meter.kept & on_device(meter)
         blocks, live, space = place(meter, on_device(meter))
         fragmentation = space / live - 1
         assert abs(fragmentation - run.one("memory")["fragmentation"]) < 1e-9, "the script places differently"
+        failed = [block for block in blocks if block[1] + block[2] > capacity]
+        if failed:
+            _, _, asked, moment, _ = min(failed, key=lambda block: block[3])
+            request = {"facecolor": "white", "edgecolor": "#CC3311", "hatch": "xxxx", "lw": 1}
+            ax.add_patch(plt.Rectangle((0, -0.9), asked / unit, 0.6, **request))
+            words = f"{asked / unit:.2f} {name} are asked for, and no gap up to the capacity is as long"
+            ax.text(asked / unit + 0.4, -0.6, words, va="center", fontsize=9)
+        else:
+            moment = next(born for _, start, size, born, _ in blocks if start + size == space) + 0.5
         for number, start, length, born, died in blocks:
-            box = style(meter.category[number]) if number in kept else {"facecolor": "#E6E6E6", "edgecolor": "#C9C9C9"}
-            ax.add_patch(plt.Rectangle((born, start / unit), died - born, length / unit, **box | {"lw": 0.3}))
-            seen |= {meter.category[number]} & {"activations", "gradients"} if number in kept else set()
-        (a,) = ax.plot([0, len(meter.step)], [space / unit] * 2, color="black", lw=1.5, label="space taken")
-        (b,) = ax.plot([0, len(meter.step)], [live / unit] * 2, color="black", ls=":", lw=1.5, label="most live bytes")
-        handles = [a, b]
-        if capacity:
-            label = f"capacity {capacity / unit:.2f} {name}"
-            handles.append(ax.axhline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=label))
-        ax.set_xlim(0, len(meter.step))
-        ax.set_title(f"{title}: {space / unit:.2f} {name}, {fragmentation:.1%} fragmentation", fontsize=10)
-        ax.set_xlabel("allocations and releases, in order")
-        highest = max(highest, space / unit)
-        bottom = max(bottom, resident(blocks, kept) / unit)
-    if bottom:
-        for ax in axes:
-            cut_floor(ax, bottom, highest, f"{bottom:.2f} {name}")
-    else:
-        axes[0].set_ylim(0, 1.06 * highest)
-    axes[0].set_ylabel(f"address in {name}")
-    rest = plt.Rectangle((0, 0), 1, 1, fc="#E6E6E6", ec="#C9C9C9", label="all else")
-    legend_of(axes[-1], seen, [rest, *handles])
+            if born < moment < died:
+                box = (
+                    style(meter.category[number]) if number in kept else {"facecolor": "#BBBBBB", "edgecolor": "white"}
+                )
+                ax.add_patch(plt.Rectangle((start / unit, 0), length / unit, 1, **box | {"lw": 0.5}))
+                seen |= {meter.category[number]} if number in kept else set()
+        ax.add_patch(plt.Rectangle((0, 0), capacity / unit, 1, fill=False, edgecolor="black", lw=1))
+        line = ax.axvline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=f"capacity {capacity / unit:.2f}")
+        ax.set(ylim=(-1.1, 1.15), yticks=[], xlim=(0, 1.02 * max(space, capacity) / unit))
+        words = "the moment before it fails" if failed else "at its highest address"
+        ax.set_title(f"{title}, {words} ({fragmentation:.1%} fragmentation in the whole step)", fontsize=10)
+    axes[-1].set_xlabel(f"address in {name}")
+    rest = plt.Rectangle((0, 0), 1, 1, fc="#BBBBBB", ec="white", label="all else")
+    legend_of(axes[0], seen, [rest, line])
     return fig
 
 
 def plot_stacks(
-    bars, unit=1e6, name="MB", label="", lines=None, lines_are="formula", neutral=False, capacity=None, capacity_is=""
+    bars,
+    unit=1e6,
+    name="MB",
+    label="",
+    lines=None,
+    lines_are="formula",
+    neutral=False,
+    capacity=None,
+    capacity_is="",
+    top=None,
 ):
     """{title: {category: bytes}} as stacked bars, `lines` {title: bytes} as a black line over each. `neutral`: one gray
-    for totals that belong to no category. `capacity` in bytes: a dashed line across."""
+    for totals that belong to no category. `capacity` in bytes: a dashed line across. `top` in bytes: where
+    the axis ends; what is higher is cut off and says so."""
     fig, ax = plt.subplots(figsize=(9, 3.8))
-    most = max([*(sum(bar.values()) for bar in bars.values()), *(lines or {}).values(), capacity or 0])
-    ax.set_ylim(0, 1.15 * most / unit)
+    most = top or max([*(sum(bar.values()) for bar in bars.values()), *(lines or {}).values(), capacity or 0])
+    high = 1.2 * most / unit
+    ax.set_ylim(0, high)
     handles = []
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}  # a label is read across a line too
     for at, (title, bar) in enumerate(bars.items()):
         bar = {category: bar.get(category, 0) for category in COLORS}
         if neutral:
@@ -660,7 +678,10 @@ def plot_stacks(
             height, small = stack(ax, at, bar, unit, 0.75)
         seen = len(small) < sum(map(bool, bar.values()))  # of a bar that is too thin as a whole, its height will do
         text = "\n".join([*small, f"{height:,.2f}"]) if seen else f"{height:,.2g}"
-        ax.text(at, height, text, ha="center", va="bottom", fontsize=9)
+        if height > high:
+            ax.text(at, 0.97 * high, f"up to\n{height:,.1f}", ha="center", va="top", fontsize=9, bbox=white, zorder=5)
+        else:
+            ax.text(at, height + 0.01 * high, text, ha="center", va="bottom", fontsize=9, bbox=white, zorder=5)
         if lines and title in lines:
             style_of_line = {"color": "black", "lw": 2, "label": lines_are}
             handles = ax.plot([at - 0.45, at + 0.45], [lines[title] / unit] * 2, **style_of_line)
@@ -699,7 +720,8 @@ def plot_beside(groups, label, capacity=None, capacity_is=""):
     for number, (name, look) in enumerate(zip(names, styles, strict=True)):
         at = [place + 0.4 * number - 0.2 for place in range(len(groups))]
         bars = ax.bar(at, [group[name] for group in groups.values()], 0.38, label=name, **look)
-        ax.bar_label(bars, fmt="%.1f", fontsize=9)
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+        ax.bar_label(bars, fmt="%.1f", fontsize=9, padding=2, bbox=white, zorder=5)
     if capacity:
         ax.axhline(capacity, color="#CC3311", ls="--", lw=1.5, label=capacity_is)
     ax.set_xticks(range(len(groups)), list(groups))

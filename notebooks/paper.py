@@ -202,6 +202,7 @@ FIGURE_7 = {  # (layers, batch) -> GB, 400 GPUs: read off the picture to 0.3, fo
 }
 # §10.3's 60B model (75 layers) on so many GPUs: the batch of a replica that it ran with (Table 6).
 FIGURE_3 = {64: 16, 128: 48, 256: 48, 400: 64}
+KEPT = {"C1": 1, "C2": 1 / 16, "C3": 1, "C4": 1 / 16, "C5": 0}  # of a layer's input, on the device
 FIGURE_8 = {"C1": 2, "C2": 4, "C3": 8, "C4": 32, "C5": 32}  # largest batch: 60B = 75 layers, 128 GPUs
 
 
@@ -231,6 +232,24 @@ def largest_batch(config, layers=75, limit=32, ranks=128):
     return solve((8, 64), [peak(config, layers, batch, ranks) for batch in (8, 64)], limit)
 
 
+# What Figure 7's five bars of 40B have in common beyond our runs, if a checkpoint is kept every two layers: see below.
+BESIDES = 10.5  # GB
+
+
+def paper_like_batch(config, layers=75, limit=32, ranks=128):
+    """The largest batch if the two things that Figure 7 suggests were so: half of the checkpoints, and BESIDES."""
+    batches = (8, 64)
+    peaks = [peak(config, layers, b, ranks) + BESIDES - layers / 2 * whole_input(b) * KEPT[config] for b in batches]
+    return solve(batches, peaks, limit)
+
+
+def paper_like_model(config, batch=16, limit=32, ranks=400):
+    """The same of the largest model, in billions of parameters."""
+    layers = (10, 100)
+    peaks = [peak(config, n, batch, ranks) + BESIDES - n / 2 * whole_input(batch) * KEPT[config] for n in layers]
+    return 12 * solve(layers, peaks, limit) * 8192**2 / 1e9
+
+
 def whole_input(batch):
     """GB of a whole layer input (B, T, C) in 16 bits."""
     return batch * 1024 * 8192 * 2 / GB
@@ -256,8 +275,7 @@ def unexplained(layers=50, batch=16, every=1):
     its allocator had cached. Nothing here is tuned to make it smaller. `every` = 2 takes half of the checkpoints away
     from our number, as if every second layer kept one (worked out, not run): then the five bars of 40B have about the
     same rest, 10 to 11 GB; the two of 100B have 7.1 and 6.2."""
-    kept = {"C1": 1, "C2": 1 / 16, "C3": 1, "C4": 1 / 16, "C5": 0}
-    less = {config: (1 - 1 / every) * layers * whole_input(batch) * share for config, share in kept.items()}
+    less = {config: (1 - 1 / every) * layers * whole_input(batch) * share for config, share in KEPT.items()}
     return {config: bar - peak(config, layers, batch) + less[config] for config, bar in FIGURE_7[layers, batch].items()}
 
 
