@@ -647,10 +647,6 @@ REFUSED = {
             (NORM, NORM + SCALE % "0"),
             (ENTRY, ENTRY + "        self.scale += 1\n        x = x * (1 if self.scale < 8 else 1.5)\n"),
         ],
-        "each call in a global list": [
-            (BLOCK, "COUNT = []\n\n\n" + BLOCK),
-            (ENTRY, ENTRY + "        COUNT.append(0)\n        x = x * (1 if len(COUNT) < 13 else 1.5)\n"),
-        ],
         "depends on gradients being on": [(ENTRY, ENTRY + "        x = x * (1.5 if torch.is_grad_enabled() else 1)\n")],
         "depends on the input's requires_grad": [(ENTRY, ENTRY + "        x = x * (1.5 if x.requires_grad else 1)\n")],
     },
@@ -774,12 +770,6 @@ REFUSED = {
         ],
         "after the layers are made": [
             (MADE, MADE.replace("    return", "    layers[0].module.requires_grad_(False)\n    return"))
-        ],
-        "before the steps": [
-            (
-                "    for step in range(cfg.steps):\n",
-                "    layers[0].module.requires_grad_(False)\n    for step in range(cfg.steps):\n",
-            )
         ],
         "not given to Adam": [("[layer.master for layer in layers]", "[layer.master for layer in layers[1:]]")],
     },
