@@ -10,7 +10,7 @@ counts there. It can't show numbers.
     python tests/fake_cuda.py --kernels    how many kernels a step starts, and sum_of_squares of them
 
 A case is {"script", "args", "rank", "ranks"}; `ranks` 0 is python without torchrun. One process runs many of them,
-since importing torch takes longer than a run. The package test_cuda.py has the cases.
+since importing torch takes longer than a run. test_cuda.py has the cases.
 """
 
 import contextlib
@@ -101,7 +101,8 @@ class Runs:
     def init_process_group(self, case):
         def init(backend, rank=None, world_size=None, device_id=None, timeout=None):
             if case["ranks"]:
-                assert backend == "nccl" and device_id == torch.device("cuda", self.current) and self.was_set
+                assert self.was_set, "NCCL would put all ranks on the first GPU"
+                assert backend == "nccl" and device_id == torch.device("cuda", self.current)
                 rank, world_size = case["rank"], case["ranks"]
             self.real_init("fake", rank=rank, world_size=world_size)
 

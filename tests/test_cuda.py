@@ -185,7 +185,8 @@ REFUSED = [  # (file, line, what stands there by mistake, what NCCL misses, opti
     ),
     (
         FILES[4], "received = torch.empty_like(full)",
-        "full = full.view(-1, 2).t()\nreceived = torch.empty_like(full)", "not contiguous", ("--collectives", "gloo"),
+        "full, received = (torch.stack([full, full], 1)[:, 0], torch.empty_like(full))", "not contiguous",
+        ("--collectives", "gloo"),
     ),
     (
         FILES[1], "average = dist.ReduceOp.AVG",
@@ -203,7 +204,7 @@ def test_what_nccl_would_refuse_is_seen(script, right, wrong, said, options):
 @pytest.mark.slow
 def test_a_collective_out_of_order_is_seen():
     right = "reducing = comm.reduce_scatter(flat_grad, layer)"
-    wrong = f"if comm.rank == 0 and i == 1:\n    comm.all_reduce(loss.clone())\n{right}"
+    wrong = f"if comm.rank == 0 and layer is layers[1]:\n    comm.all_reduce(loss.clone())\n{right}"
     with pytest.raises(AssertionError, match="all_reduce"):
         test_all_ranks_start_the_same_collectives(plant(FILES[2], (right, wrong)), ())
 
@@ -230,7 +231,7 @@ WAITS = [
     ("norm = (squares.sqrt() / scale).float()", "norm = (squares.sqrt() / scale).float()\nif norm > 1:\n    norm += 0"),
     (
         "dout = [torch.full((), scale / len(batches), device=meter.device)]",
-        "dout = [torch.tensor(scale / len(batches)).to(meter.device)]",
+        "dout = [torch.full((), scale / len(batches)).to(meter.device)]",
     ),
     ("meter.mark('norm')", "norm.cpu()"),
 ]
