@@ -1,11 +1,18 @@
-"""Prints the README's output of a run and tables of what the stages and ZeRO-R keep and send: python tests/measure.py
+"""Measures what the pages show: python tests/measure.py prints it, with --write it also puts it into the pages.
 
-Memory and traffic of the default model, as each run's own meter and counter report them, beside the paper's formulas.
-Nothing in it depends on the speed of the machine or on the version of the text, so a test compares it word for word.
+Memory and traffic of the default model, as each run's own meter and counter report them, beside the paper's formulas;
+the end of what the README's first command prints; the size of each step of the ladder. Nothing in it depends on the
+speed of the machine or on the version of the text, so a test compares it word for word.
 """
 
-from launch import STAGES, launch
+import re
+import sys
 
+from launch import ROOT, STAGES, launch
+from test_diffs import diff
+
+PAGES = ("README.md", "tests/README.md")
+FILES = (*STAGES, "zero_r.py")
 RANKS = (2, 4)
 CONFIGS = ("none", "C1", "C2", "C3", "C4", "C5", "full")
 OPTIONS = ("--steps", 1, "--device", "cpu")
@@ -68,12 +75,47 @@ def zero_r_table():
 
 
 def output():
-    """The end of the README's first command, from its memory on, without the time of a step. In one step it keeps and
-    sends what it does in fifty."""
-    _, heading, tables = run(STAGES[1], 2).out.partition("Memory of each rank")
-    lines = [line for line in (heading + tables).splitlines() if not line.startswith("A step took")]
-    return "\n".join("    " + line for line in lines).replace("    \n", "\n")
+    """Of the end of the README's first command the columns and lines that have a formula beside them. In one step it
+    keeps and sends what it does in fifty."""
+    shown = []
+    for line in run(STAGES[1], 2).out.partition("Just before the optimizer step:")[2].splitlines():
+        if line.startswith("At the peak"):
+            break
+        shown.append(line[: 4 + 5 * 13])
+    for line in run(STAGES[1], 2).out.splitlines():
+        if re.match("Sent by| +calls|reduce_scatter|all_gather|paper:", line):
+            shown += ["", line] if line.startswith("Sent by") else [line]
+    return "\n".join("    " + line if line else "" for line in shown[1:])
+
+
+def lines_changed(k):
+    """Added and removed, from one file to the next."""
+    added, removed, _ = diff(FILES[k], FILES[k + 1], "--numstat").split(maxsplit=2)
+    return str(int(added) + int(removed))
+
+
+def shown(name):
+    """What a page shows of it: between <!-- name --> and <!-- /name -->."""
+    (text,) = re.findall(f"<!-- {name} -->(.*?)<!-- /{name} -->", "".join(map(read, PAGES)), re.DOTALL)
+    return text.strip("\n")
+
+
+def read(page):
+    return (ROOT / page).read_text()
+
+
+def write(name, text):
+    for page in PAGES:
+        parts = re.split(f"(<!-- /?{name} -->)", read(page))
+        if len(parts) == 5:
+            (ROOT / page).write_text("".join([*parts[:2], text, *parts[3:]]))
 
 
 if __name__ == "__main__":
-    print(output(), table(), zero_r_table(), sep="\n\n")
+    sizes = {f"diff {k}": lines_changed(k) for k in range(len(FILES) - 1)}
+    blocks = {"output": output(), "measured": table(), "zero_r": zero_r_table()}
+    print(*[f"{name}: {size} lines changed" for name, size in sizes.items()], sep="\n")
+    print("", *blocks.values(), sep="\n\n")
+    if sys.argv[1:] == ["--write"]:
+        for name, text in (sizes | {name: f"\n{text}\n" for name, text in blocks.items()}).items():
+            write(name, text)

@@ -1,23 +1,17 @@
-"""The README's table of memory and traffic is what the stages do, and each stage saves memory that a user can use."""
-
-import re
+"""The pages' tables of memory and traffic are what the stages do, and each stage saves memory that a user can use."""
 
 import measure
 import pytest
-from launch import ROOT, STAGES, with_all
+from launch import STAGES, with_all
+from measure import shown
 
-NEW = "replace it by what `python tests/measure.py` prints"
+NEW = "run `python tests/measure.py --write`"
 RANKS = [2, *with_all((4,))]
-
-
-def shown(name):
-    _, table, _ = re.split(f"<!-- /?{name} -->", (ROOT / "README.md").read_text())
-    return table.strip("\n")
 
 
 @pytest.mark.parametrize("N", RANKS)
 @pytest.mark.parametrize("script", STAGES)
-def test_the_readme_shows_what_was_measured(script, N):
+def test_the_table_shows_what_was_measured(script, N):
     assert measure.row(script, N) in shown("measured").splitlines(), NEW
 
 
@@ -25,8 +19,13 @@ def test_the_readme_shows_what_is_printed():
     assert shown("output") == measure.output(), NEW
 
 
+@pytest.mark.parametrize("k", range(4))
+def test_the_readme_shows_the_sizes_of_the_diffs(k):
+    assert shown(f"diff {k}") == measure.lines_changed(k), NEW
+
+
 @pytest.mark.parametrize("config", ["C5", *with_all(*((config,) for config in measure.CONFIGS if config != "C5"))])
-def test_the_readme_shows_what_zero_r_does(config):
+def test_the_table_shows_what_zero_r_does(config):
     assert measure.zero_r_row(config) in shown("zero_r").splitlines(), NEW
 
 
