@@ -14,13 +14,14 @@ import pathlib
 import re
 import shutil
 import textwrap
+import time
 from itertools import zip_longest
 
 import lesson
 from places import code_of, place, replaced
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-LIMIT = 20  # seconds after which a run counts as one that hangs
+LIMIT = 20  # seconds after which a run counts as one that hangs; on a busy machine, five times what the goal takes
 # What is right for the sizes of a notebook only is not right here.
 ODD = dict(layers=2, width=35, heads=5, vocab=257, context=16, batch=2, micro_batches=3, steps=2)
 ODD_RANKS = 5
@@ -102,7 +103,10 @@ class Exercise:
         """A run of the file under watch.py. An error of the file is a RuntimeError of one line."""
         if wrong := self.altered():
             raise RuntimeError(wrong)
-        return watched(self.path, ranks or self.ranks, **self.options | options)
+        limit = 5 * LIMIT  # of a run that is judged, and compared with no other
+        if self.goal_script:
+            limit = goal_run(self.goal_script, self.ranks, **self.options).limit
+        return watched(self.path, ranks or self.ranks, limit, **self.options | options)
 
     def check(self, judge=None):
         """Runs the file and prints one line. `judge(run)` says what is wrong with a run, or "" if nothing is; without
@@ -123,8 +127,8 @@ class Exercise:
                 good += f"{len(self.last.of('moment', 0))} moments and between them this needs no more memory"
                 if not wrong:
                     where = f"On {ODD_RANKS} ranks, with {ODD['micro_batches']} micro-batches and odd sizes: "
-                    odd = watched(self.path, ODD_RANKS, **ODD)
-                    wrong = difference(odd, goal_run(self.goal_script, ODD_RANKS, **ODD), self.hints)
+                    goal = goal_run(self.goal_script, ODD_RANKS, **ODD)
+                    wrong = difference(watched(self.path, ODD_RANKS, goal.limit, **ODD), goal, self.hints)
                     wrong = wrong and where + wrong
         except RuntimeError as error:
             wrong = where + str(error)
@@ -132,13 +136,17 @@ class Exercise:
         return not wrong
 
 
-def watched(script, ranks, **options):
-    return lesson.run(script, ranks=ranks, quiet=True, watch=True, limit=LIMIT, forked=True, **options)
+def watched(script, ranks, limit, **options):
+    return lesson.run(script, ranks=ranks, quiet=True, watch=True, limit=limit, forked=True, **options)
 
 
 @functools.cache
 def goal_run(script, ranks, **options):
-    return lesson.run(script, ranks=ranks, quiet=True, watch=True, forked=True, **options)
+    """A run to compare with, and the `limit` of seconds that another may take."""
+    began = time.monotonic()
+    run = watched(script, ranks, 600, **options)
+    run.limit = max(LIMIT, round(5 * (time.monotonic() - began)))
+    return run
 
 
 def outside(text):
