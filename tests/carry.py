@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import permutations
 
 from launch import ROOT, STAGES
 from test_diffs import DIFFERENT, definitions, sections
@@ -28,7 +29,8 @@ def merge(folder, file):
     """The file with the changes of stage 0 since the file's last commit, and [(where, before, after)] of the rest."""
     text = (folder / file).read_text()
     commit = git(folder, "log", "-1", "--format=%H", "--", file).strip()
-    if not commit:  # no git here: nothing tells what has changed
+    if not commit:
+        print(f"{file}: not in git, so nothing tells what has changed; only what all stages share is copied")
         return text, []
     with tempfile.TemporaryDirectory() as temporary:
         base = pathlib.Path(temporary, "base")
@@ -37,16 +39,14 @@ def merge(folder, file):
     left = []
     for conflict in CONFLICT.finditer(merged):
         above = re.findall(r"^(?:def|class) (\w+)", "def docstring\n" + merged[: conflict.start()], re.MULTILINE)
-        before, after = (conflict[part].splitlines() for part in (2, 3))
-        gone, new = ([x for x in a if x not in b] for a, b in ((before, after), (after, before)))
-        left.append((above[-1], gone, new))
+        left.append((above[-1], conflict[2], conflict[3]))
     return CONFLICT.sub(r"\1", merged), left
 
 
 def copy_shared(folder, file):
     """A stage with the sections and functions of stage 0 that are the same in all stages."""
     first, other = sections(folder / STAGES[0]), sections(folder / file)
-    for heading in [heading for heading in other if heading in first]:
+    for heading in other.keys() & first.keys():
         if re.search(" [45]. ", heading):
             one, two = definitions(first[heading])[0], definitions(other[heading])[0]
             for name in (one.keys() & two.keys()) - DIFFERENT:
@@ -66,12 +66,15 @@ def carry(folder):
         (folder / file).write_text(text)
         if file in STAGES:
             (folder / file).write_text(copy_shared(folder, file))
-        changed = (folder / file).read_text() != before
-        print(f"{file}: {'changed' if changed else 'as it was'}")
+        text = (folder / file).read_text()
+        print(f"{file}: {'changed' if text != before else 'as it was'}")
         for where, old, new in conflicts:
+            if new and new in text:
+                continue  # a line of a shared section, which has been copied
+            gone, added = ([x for x in a if x not in b] for a, b in permutations([old.splitlines(), new.splitlines()]))
             print(f"  not carried, since {file} differs here, in {where}:")
-            print(*[f"    -{line}" for line in old], *[f"    +{line}" for line in new], sep="\n")
-        left += [(file, *conflict) for conflict in conflicts]
+            print(*[f"    -{line}" for line in gone], *[f"    +{line}" for line in added], sep="\n")
+            left.append((file, where, gone, added))
     return left
 
 

@@ -181,6 +181,15 @@ def test_carry(copy, committed):
     assert carry.carry(copy) == [] and before == [(copy / file).read_text() for file in FILES]  # once is enough
 
 
+def test_carry_twice_before_a_commit(copy):
+    for old, new in (("hidden state", "hidden vector"), ("hidden vector", "stream")):
+        replace(copy, STAGES[0], ("size C of the " + old, "size C of the " + new))
+        left = carry.carry(copy)
+    assert [file for file, *_ in left] == ["zero_r.py"]  # whose sections are not copies
+    for stage in STAGES[1:]:
+        test_diffs.test_shared_sections_are_equal(stage)
+
+
 def test_carry_says_what_it_cannot_place(copy):
     old = "        layer.flat.copy_(layer.master)"  # the later stages have another line in its place
     replace(copy, STAGES[0], (old, old + "  # new"))
