@@ -231,7 +231,7 @@ def spoil(stage):
 
 def change_gradients(stage, change):
     """All gradients, of parameters and inputs, pass through `change(gradient, scale)` while they are in fp32."""
-    train_step, scale = stage.train_step, None
+    train_step, scale = stage.train_step, 1.0  # and so in the check before the first step
 
     class Layer(stage.Layer):
         def __call__(self, flat, x, y):
