@@ -354,7 +354,7 @@ class Layer:
 
 def make_layers(cfg, comm, device):
     """[embedding, block 0, ..., head]. What a rank doesn't keep of one is freed before the next is made."""
-    # The names decide the seeds of the weights, so they are the same for every number of ranks and every stage.
+    # The names decide the seeds of the weights: these are the same in every stage, for any number of ranks.
     layers = [Layer("embedding", Embedding, cfg, comm, device)]
     for i in range(cfg.layers):
         layers.append(Layer(f"block {i}", Block, cfg, comm, device))
