@@ -320,8 +320,9 @@ class Layer:
         # clone, because a view would keep all of `full` in memory.
         self.master = full[self.own].clone()
         self.grad = None  # made in the backward pass
-        if not cfg.simulate_ranks:
-            self.module.to("meta")  # frees its weights: from here on only its forward() is used
+        with torch.no_grad():
+            for weight in self.module.parameters():
+                weight.set_()  # now empty: from here on only the module's forward() is used
 
     def seed_random(self, *numbers):
         """Seeds the random numbers of a call, for layers that draw some, such as dropout; these here don't.
@@ -848,8 +849,8 @@ def check_layers(layers, x, y, cfg, comm):
                     torch.autograd.grad(outs[1].sum(), flat)
             except (AttributeError, RuntimeError, TypeError) as error:
                 reason = str(error).splitlines()[0]
-                if "memory" in reason or "meta" in reason:
-                    raise  # main() has a line for these
+                if "memory" in reason:
+                    raise  # main() has a line for it
                 fail(f"{layer.name} can't be called, or not differentiated, as it is here: {reason}")
         first, second = outs
         if first.requires_grad:
@@ -1038,10 +1039,6 @@ def main():
             fail("another rank has ended, and its own message says why")
         if "waiting for clients" in str(error):
             fail("not all ranks have started within a minute; start them together")
-        if "meta" in str(error):
-            fail(
-                f"a layer has a tensor that is no parameter or buffer, or reads one; register_buffer? {error}"
-            )
         raise
     dist.destroy_process_group()
     gc.collect()  # gloo's threads end with the last reference to the group; later they may abort the exit

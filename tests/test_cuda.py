@@ -109,9 +109,9 @@ def test_with_other_options(script, options):
 
 @pytest.mark.parametrize(
     ("config", "options"),
-    [("C2", NARROW), *((config, ()) for config in CONFIGS[3:])]
+    [("C2", NARROW), ("C4", ()), ("full", ())]
     + with_all(
-        *((config, ()) for config in CONFIGS[:3]),
+        *((config, ()) for config in ("none", "C1", "C2", "C3", "C5")),
         *((config, NARROW) for config in CONFIGS if config != "C2"),
         *((config, (*NARROW[2:], "--dtype", dtype)) for config in CONFIGS for dtype in ("bfloat16", "float32")),
         *((config, ("--overlap", "off")) for config in CONFIGS),

@@ -884,8 +884,11 @@ def equal(run, plain):
 
 @pytest.mark.parametrize("changes", cases(WORKS | {"random draws": DRAWS}))
 def test_an_edit_that_works(changes, tmp_path):
-    *runs, plain = run_all(tmp_path, changes)
-    for file, run in zip(FILES, runs, strict=True):
+    source = (ROOT / FILES[-1]).read_text()  # its block differs: some places are not in it
+    there = all(old in source or old in ("Embedding", "Block", "Head") for old, _ in changes)
+    files = FILES if there else STAGES
+    *runs, plain = run_all(tmp_path, changes, files=files)
+    for file, run in zip(files, runs, strict=True):
         assert equal(run, plain), file
         assert (losses(run), norms(run)) == (losses(runs[0]), norms(runs[0])), file
 

@@ -1,4 +1,4 @@
-"""How much of a file is explanation, counted by the tokenizer, above the line "All below is the same in every stage"."""
+"""How much of a file is explanation, counted by the tokenizer, above the line "All below is the same"."""
 
 import ast
 import io
