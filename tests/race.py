@@ -38,7 +38,16 @@ from torch.utils._pytree import tree_leaves
 # They make a tensor and leave open what is in it.
 ALLOCATING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # They need a number or a shape from the device, so Python waits until it has computed that.
-WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "unique_dim"}
+WAITING = {
+    "_local_scalar_dense",
+    "allclose",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "_unique2",
+    "unique_dim",
+}
 NCCL_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 
 
@@ -188,8 +197,8 @@ class Watch(TorchDispatchMode):
         reads, writes = arguments(function._schema, args, kwargs)
         if self.step and self.waits_for_device(name, args, kwargs, reads + writes):
             self.waits[self.where()] += 1
-        if name in ("_local_scalar_dense", "equal") and self.device.type == "cuda":
-            return {"equal": True}.get(name, 1.0)  # a fake tensor has no numbers, so any answer will do
+        if name in ("_local_scalar_dense", "allclose", "equal") and self.device.type == "cuda":
+            return 1.0 if name == "_local_scalar_dense" else True  # without numbers any answer will do
         result = function(*args, **kwargs)
         returned = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
         view = any(value.alias_info and not value.alias_info.is_write for value in function._schema.returns)
