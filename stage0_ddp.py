@@ -1034,7 +1034,7 @@ def main():
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             fail("not enough memory; take a smaller --layers, --width, --vocab, --batch or --context")
-        if "Connection closed by peer" in str(error):
+        if "by peer" in str(error):  # gloo: connection closed, or reset
             fail("another rank has ended, and its own message says why")
         if "waiting for clients" in str(error):
             fail("not all ranks have started within a minute; start them together")

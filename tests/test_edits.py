@@ -871,11 +871,22 @@ DRAWS = {
 # ---- The tests -----------------------------------------------------------------------------------------------
 
 
+# What stays: the reason is what a reader gets in place of the losses of plain PyTorch.
+KNOWN = {
+    "shapes and views: a block that is the identity": "a block that does not use its weights is refused",
+    "values of two layers: an auxiliary loss in a list": "the head adds the value, and no gradient reaches its layer",
+    "random draws: stochastic depth by Python's random": "it draws by the seeds of this project, not by plain.py's",
+}
+
+
 def cases(table):
     """Two edits of each kind, and all with --all."""
     for kind, edits in table.items():
         for i, (name, changes) in enumerate(edits.items()):
-            yield pytest.param(changes, id=f"{kind}: {name}", marks=[pytest.mark.slow] if i > 1 else [])
+            marks = [pytest.mark.slow] if i > 1 else []
+            if reason := KNOWN.get(f"{kind}: {name}"):
+                marks.append(pytest.mark.xfail(reason=reason, strict=True))
+            yield pytest.param(changes, id=f"{kind}: {name}", marks=marks)
 
 
 def equal(run, plain):
