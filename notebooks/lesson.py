@@ -142,6 +142,9 @@ def start(program, ranks, limit, forked):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
             process.communicate()
+        except KeyboardInterrupt:  # the notebook's stop button
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
         status = process.returncode
     if time.monotonic() - began > limit:
         raise RuntimeError(f"no end after {limit} seconds: does a rank wait for a collective that no other starts?")
@@ -612,7 +615,8 @@ def first_failure(run, capacity):
 def plot_heaps(runs, capacity, unit=1e6, name="MB"):
     """{title: run with a trace of zero_r.py}: each heap at one moment, addresses to the right. Of a run that fails on a
     device of `capacity` bytes it is the moment before, with the request below its heap, else that of its highest
-    address. What M_D is about, kept layer inputs and gradients, has its colour; white is free."""
+    address. What M_D is about, kept layer inputs and gradients, has its colour, and a mark where it is thin; white is
+    free."""
     fig, axes = plt.subplots(len(runs), 1, figsize=(11, 1.9 * len(runs)), sharex=True)
     seen = set()
     for ax, (title, run) in zip(axes, runs.items()):
@@ -637,9 +641,12 @@ def plot_heaps(runs, capacity, unit=1e6, name="MB"):
                 )
                 ax.add_patch(plt.Rectangle((start / unit, 0), length / unit, 1, **box | {"lw": 0.5}))
                 seen |= {meter.category[number]} if number in kept else set()
+                if number in kept and length < 0.01 * capacity:  # a line, and the end of a hole all the same
+                    color = COLORS[meter.category[number]]
+                    ax.plot((start + length / 2) / unit, 1.1, "v", color=color, ms=6, clip_on=False)
         ax.add_patch(plt.Rectangle((0, 0), capacity / unit, 1, fill=False, edgecolor="black", lw=1))
         line = ax.axvline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=f"capacity {capacity / unit:.2f}")
-        ax.set(ylim=(-1.1, 1.15), yticks=[], xlim=(0, 1.02 * max(space, capacity) / unit))
+        ax.set(ylim=(-1.1, 1.25), yticks=[], xlim=(0, 1.02 * max(space, capacity) / unit))
         words = "the moment before it fails" if failed else "at its highest address"
         ax.set_title(f"{title}, {words} ({fragmentation:.1%} fragmentation in the whole step)", fontsize=10)
     axes[-1].set_xlabel(f"address in {name}")
