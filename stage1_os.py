@@ -419,7 +419,7 @@ def sum_of_squares(vectors):
     copy."""
     total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        for piece in vector.split(2**20):
+        for piece in vector.split(max(2**20, vector.numel() // 64)):
             piece = piece.double()
             total += piece.dot(piece)
     return total
