@@ -15,7 +15,7 @@ Who holds what, in bytes. For N = 3 a box is a third of every layer:
     gradients   2Ψ       [0][1][2]    [0][1][2]    [0][1][2]    16-bit
     optimizer  12Ψ       [0][1][2]    [0][1][2]    [0][1][2]    fp32 parameters, momentum, variance: 4Ψ each
 
-Every rank holds everything, 16Ψ bytes, N times the same. ZeRO removes the copies, one row at a time.
+Every rank holds everything, 16Ψ bytes: N identical copies. ZeRO removes the copies, one row at a time.
 
 Gradients are averaged by an all-reduce, written here as the two halves described in §7.1: a reduce-scatter,
 then an all-gather (part 3 draws them). Each sends Ψ(N-1)/N elements from every rank, together 2Ψ(N-1)/N; the
@@ -26,9 +26,9 @@ paper rounds that up to 2Ψ. The next file changes what happens between the two 
     git diff --no-index stage0_ddp.py stage1_os.py              # what §5.1 adds
 
 The first command trains: on GPUs, where the library NCCL carries data between ranks, or on the CPU, where
-gloo does. The second plays rank 0 of 1024 with the paper's 7.5-billion-parameter model: its tensors have
+gloo does. The second simulates rank 0 of 1024 with the paper's 7.5-billion-parameter model: its tensors have
 shapes but no data, and it counts the memory and the traffic of one step. Read each file down to the line
-"All below is the same in every stage": a model, two collectives, a layer and its state, the train step.
+"All below is the same in every stage": that is the model, the collectives, the layers and the train step.
 """
 
 # ---- 1. Imports --------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported later, by Adam, it would keep the process group alive at exit
+import torch.distributed.nn  # not used here. Adam imports it too, but so late that it disturbs the exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -64,8 +64,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # lets the meter (pa
 # weight of its own and doesn't share the embedding's, so that no parameter belongs to two layers.
 #
 # The model is a plain list of layers: [Embedding, Block, ..., Block, Head]. Each is called with (x, y): x
-# is the output of the layer before it, for the embedding the tokens. Only the head reads y, the tokens to
-# predict, and returns the loss. So all layers are called in the same way.
+# is the output of the layer before it, or the tokens for the embedding. Only the head reads y, the tokens
+# to predict, and returns the loss. So all layers are called in the same way.
 #
 # `cfg` is the command line (part 7). The model reads from it the sizes: layers, width C, heads, context T,
 # vocab. A rank's share of the batch may be cut into micro-batches, whose gradients are added up. B is the
@@ -127,21 +127,21 @@ class Head(nn.Module):
         initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T, C), y (B, T) int64, the next tokens -> the mean loss, 0-d fp32
-        logits = self.logits(self.norm(x)).float()  # softmax adds up a term for every token of the vocabulary
+        logits = self.logits(self.norm(x)).float()  # the softmax's sum over the vocabulary needs fp32
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 # ---- 3. Collectives ----------------------------------------------------------------------------------------
-# A collective is a function that all ranks call together. ZeRO-DP needs two. Say N = 2, and each rank has a
-# vector of four numbers:
+# A collective is a function that all ranks call together. Two of them carry all of the model. Say N = 2,
+# and each rank has a vector of four numbers:
 #
 #                        rank 0         rank 1
 #     before            a b c d        e f g h
 #     reduce-scatter    A B            C D            A = (a + e) / 2, ...: each rank averages its own slice
 #     all-gather        A B C D        A B C D        each rank sends its slice to all the others
 #
-# In a row they are an all-reduce (§7.1): every rank has the whole average. Why not call all_reduce, then?
-# Because stage 1 puts Adam between the halves, and stages 2 and 3 use each half by itself.
+# One after the other they make an all-reduce (§7.1): every rank has the whole average. Why not call
+# all_reduce, then? Because stage 1 puts Adam between the halves, and stages 2 and 3 use each half alone.
 #
 # What do they cost? A slice is 1/N of a vector of n elements. In the reduce-scatter a rank sends away every
 # slice but its own, in the all-gather it sends its own slice to N-1 others. Either way it sends N-1 slices,
@@ -161,23 +161,24 @@ class Transfer:
         # PyTorch's handles, one or several: with async_op=True a collective returns at once, and the handle's
         # wait() waits for its end.
         self.works = works
-        self.buffers = buffers  # being read or written until wait(): nobody else may write or free them
+        # Being read or written until wait(), as is the result: nobody else may write or free them.
+        self.buffers = buffers
         self.result = result
-        self.finish = finish  # a function that makes the result of what was received, or None
+        self.finish = finish  # a function that turns what was received into the result, or None
         self.started_at = comm.meter.now()
-        if not comm.overlap:
+        if not comm.overlap:  # --overlap off: wait for it here already, to see what is lost
             self.complete()
 
     def wait(self):
-        """Returns the result; call it only once. On a GPU it is the stream, the queue of the GPU's work, that
-        waits for the data, while Python goes on."""
+        """Returns the result; call it only once. On a GPU Python doesn't stop here: the GPU's queue of work,
+        its stream, waits for the data."""
         self.complete()
         result = self.result
         self.result = None  # a second reference would keep it in memory for longer than the caller needs it
         return result
 
     def complete(self):
-        if not self.works:
+        if not self.works:  # complete already
             return
         meter = self.comm.meter
         waiting_since = meter.now()
@@ -214,12 +215,12 @@ class Collectives:
             self.native = dist.get_backend() != "gloo"
 
     def reduce_scatter(self, full, layer):
-        """Averages full (n,) over the ranks. The transfer's wait() returns this rank's slice of the
+        """Averages `full` (n,) over the ranks. The transfer's wait() returns this rank's slice of the
         average, (n/N,).
 
         The version for gloo shows P_g (§5.2) directly: every rank sends slice r to rank r, which averages
-        what it receives, n elements, in fp32 and in the order of the ranks, so that every run gives the
-        same bits. NCCL adds in an order of its own, and returns the dtype of `full`.
+        the N slices it receives, in fp32 and in the order of the ranks, so that every run gives the same
+        bits. NCCL adds in an order of its own, and returns the dtype of `full`.
         """
         self.count("reduce_scatter", full)
         if self.native:  # (PyTorch before 2.13 called these reduce_scatter_tensor and all_gather_into_tensor)
@@ -228,6 +229,7 @@ class Collectives:
             works = [dist.reduce_scatter_single(shard, full, op=average, group=self.group, async_op=True)]
             return Transfer(self, "reduce_scatter", layer, works, [full, shard], shard)
         received = torch.empty_like(full)
+        # Slice r of `full` goes to rank r, and slice s of `received` comes from rank s.
         works = [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
         return Transfer(self, "reduce_scatter", layer, works, [full, received], received, self.average)
 
@@ -239,7 +241,7 @@ class Collectives:
         return total.div_(self.world_size)
 
     def all_gather(self, full, layer):
-        """Completes full (n,), of which each rank has its own slice, in place. wait() returns it."""
+        """Fills in `full` (n,), of which each rank has its own slice only, in place. wait() returns it."""
         self.count("all_gather", full)
         if self.native:
             part = full.numel() // self.world_size
@@ -253,7 +255,7 @@ class Collectives:
         return Transfer(self, "all_gather", layer, works, slices, full)
 
     def all_reduce(self, x, name="scalars"):
-        """Sums a tensor over the ranks, in place, and waits for it. Here only for scalars: a loss, a norm."""
+        """Sums a tensor over the ranks, in place, and waits for it: a loss, a norm (§8: activations too)."""
         self.count(name, x, halves=2)
         flat = x.view(-1)
         works = [dist.all_reduce(flat, group=self.group, async_op=True)]
@@ -263,7 +265,9 @@ class Collectives:
         """Counts what this rank sends: n(N-1)/N elements for each half of an all-reduce (§7.1)."""
         elements = halves * full.numel() * (self.world_size - 1) // self.world_size
         sent = self.sent.setdefault(name, collections.Counter())
-        sent.update(calls=1, elements=elements, bytes=elements * full.element_size())
+        sent["calls"] += 1
+        sent["elements"] += elements
+        sent["bytes"] += elements * full.element_size()
 
 
 # ---- 4. The layer and its state ----------------------------------------------------------------------------
@@ -272,8 +276,8 @@ class Collectives:
 class Layer:
     """A layer as a function of one flat vector of its parameters: `layer(flat, x, y)`.
 
-    Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of ZeRO
-    is the answer to three questions:
+    Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of
+    ZeRO-DP (§5) is the answer to three questions:
 
         1. Where does the flat vector live?    2. Where does its gradient go?    3. Who owns its fp32 copy?
 
@@ -289,14 +293,14 @@ class Layer:
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         self.module = kind(cfg)
         weights = dict(self.module.named_parameters())
-        # For check_layers(): is one of these another layer's too, and do all ranks draw the same?
+        # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
         self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
         for weight in weights.values():
             weight.owner = name
             self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel())).sum()
-        self.constants = {name: constant.to(device) for name, constant in self.module.named_buffers()}
-        self.shapes = {name: weight.shape for name, weight in weights.items()}
+        self.constants = {key: constant.to(device) for key, constant in self.module.named_buffers()}
+        self.shapes = {key: weight.shape for key, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
         # All parameters end to end in one vector, then zeros, so that N ranks can cut it into equal slices:
         #
@@ -305,9 +309,9 @@ class Layer:
         #
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
-        # fused Adam computes the last few elements of a vector in another way, which differs in the last
-        # bit. (§5.1 cuts the whole model into N parts instead. It costs the same; but here every layer has
-        # all owners, so that all of them have the same work at the same time.)
+        # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
+        # another way, which differs in the last bit. (§5.1 cuts the whole model into N parts instead. It
+        # costs the same; but here every rank owns a slice of every layer, and all have equal work.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -336,8 +340,8 @@ class Layer:
         """flat (padded,), x the layer's input -> the layer's output in the stored dtype, or the loss in fp32.
 
         A CPU without 16-bit units multiplies 16-bit matrices 30 to 100 times more slowly than fp32 ones. So
-        what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed with the
-        layer's graph. Where the dtype is the same already, it returns the tensor itself.
+        what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed
+        after its use. Where the dtype is the same already, it returns the tensor itself.
         """
         weights = {}
         for name, constant in self.constants.items():  # buffers (the modules of this file have none)
@@ -354,7 +358,7 @@ class Layer:
 
 
 def make_layers(cfg, comm, device):
-    """[embedding, block 0, ..., head]. What a rank doesn't keep of one is freed before the next is made."""
+    """[embedding, block 0, ..., head], made one by one, so that what a rank doesn't keep is soon freed."""
     # The names decide the seeds of the weights: these are the same in every stage, for any number of ranks.
     layers = [Layer("embedding", Embedding, cfg, comm, device)]
     for i in range(cfg.layers):
@@ -379,12 +383,9 @@ def full_master(layer, comm):
     return layer.master
 
 
-# What the paper predicts, printed beside what is measured: bytes, then elements sent.
-
-
 def paper_states(psi, world_size, cfg):
-    """Bytes of model states on a rank by the paper's formula, for psi parameters, to compare with the
-    meter."""
+    """Bytes of model states on a rank by the paper's formula, for psi parameters. (The comments: its form
+    for 16 bits and one micro-batch.)"""
     param_bytes = 4 if cfg.dtype == "float32" else 2
     grad_bytes = param_bytes if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     parameters = param_bytes * psi  # 2Ψ
@@ -394,15 +395,15 @@ def paper_states(psi, world_size, cfg):
 
 
 def paper_volume(layers, world_size, cfg):
-    """Elements that a rank sends in a step by the paper's formula, times (N-1)/N, and this formula as
-    text."""
+    """Elements that a rank sends in a step, counted as the paper does but times (N-1)/N. Returns their
+    number, and the formula as text."""
     psi = sum(layer.psi for layer in layers)
     # §7.1, §7.2.1: a reduce-scatter of Ψ and an all-gather of Ψ
     return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"
 
 
 # ---- 5. The train step -------------------------------------------------------------------------------------
-# What happens at the same time in the backward pass, here of four layers (time goes to the right):
+# What happens at the same time in the backward pass of a model of four layers (time goes to the right):
 #
 #     computes          head       block 1    block 0    embedding
 #     reduce-scatter               head       block 1    block 0      embedding
@@ -414,27 +415,27 @@ def paper_volume(layers, world_size, cfg):
 
 def sum_of_squares(vectors):
     """The sum of the squares of all elements, 0-d float64. The order of the sum depends on N; in float64
-    that hardly ever changes the norm once it is rounded to fp32. In pieces, because .double() makes a
-    copy."""
-    total = torch.zeros((), dtype=torch.float64, device=vectors[0].device)
+    that hardly ever changes the norm once it is rounded to fp32."""
+    total = torch.zeros(1, dtype=torch.float64, device=vectors[0].device)
     for vector in vectors:
-        for piece in vector.split(max(2**20, vector.numel() // 64)):
+        # In pieces, because .double() makes a copy. At most 64, so that a huge simulation doesn't take long.
+        for piece in vector.split(max(2**22, vector.numel() // 64)):
             piece = piece.double()
-            total += piece.dot(piece)
-    return total
+            total.addmv_(piece.view(1, -1), piece)  # adds piece · piece, in one kernel
+    return total[0]
 
 
-@torch.no_grad()
+@torch.no_grad()  # autograd is on in one place only: for one layer at a time, in the backward pass
 def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     """One step of training, under five headings: forward, backward, global norm, Adam, new parameters.
 
     batches   the micro-batches: a list of (x, y), tokens and next tokens, both (B, T) int64
-    scale     what the loss is multiplied by: 1, except in float16
+    scale     what the loss is multiplied by: 1, except in float16, where small gradients would become 0
     step      its number, for the seeds of what layers draw
     returns   the mean loss over ranks and micro-batches, and the norm of the gradient; 0-d fp32, not scaled
 
     Nothing here reads a number back from the device: on a GPU Python never waits, and queues the whole step
-    ahead. Lines with `meter.` only measure, but for meter.name(t, ...), which returns t, and meter.device.
+    ahead.
     """
     dtype = layers[0].dtype
     grad_dtype = dtype
@@ -444,6 +445,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     reducing = None  # the reduce-scatter under way
     gathering = None  # the all-gather under way (§7.1)
 
+    # The backward pass calls this when a layer's reduce-scatter is under way.
     def finish_reduction(reducing, gathering):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers. The layer's all-gather follows, once the one before it has ended."""
@@ -455,14 +457,14 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         return comm.all_gather(meter.name(layer.grad.to(dtype), "gradients", layer), layer)
 
     def finish_gather(gathering):
-        # With one micro-batch, .to(dtype) made no copy: wait() returns layer.grad itself, and PyTorch skips
-        # this copy. With more, it copies the average from 16 bits into fp32.
+        # With one micro-batch grad has this dtype already: layer.grad itself was gathered, and PyTorch
+        # skips the copy of a tensor onto itself. With more, the average goes back into the fp32 sum's place.
         gathering.layer.grad.copy_(gathering.wait())
 
     for micro, (tokens, y) in enumerate(batches):
         # 1. Forward. Keep only the input of each layer, an activation checkpoint (§3.2): whatever is
-        # computed from it is computed again in the backward pass. Leave out the head: its backward pass
-        # follows at once, and runs it.
+        # computed from it is computed again in the backward pass. Skip the head: its backward pass comes
+        # next, and runs its forward anyway.
         x = tokens
         inputs = [tokens]
         for layer in layers[:-1]:
@@ -522,7 +524,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     norm = (squares.sqrt() / scale).float()
     meter.mark("norm")
 
-    # 4. Adam. Clip, and undo the loss scale: every gradient g becomes
+    # 4. Adam. Its parameters are the masters. Clip, and undo the loss scale: every gradient g becomes
     #
     #     g / (scale · max(1, norm / clip))
     #
@@ -531,8 +533,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     # them.) The norm is the same on every rank, so all ranks clip alike and skip the same steps.
     adam.grad_scale = scale * (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
-    # Adam needs fp32 gradients: 4Ψ bytes for a moment, on top of the table above. (§3.2 has such a buffer
-    # too.)
+    # Adam needs fp32 gradients: 4Ψ bytes for a short time, in place of the 2Ψ above. (See §3.2.)
     for layer in layers:
         layer.master.grad = layer.grad.float()
         layer.grad = None
@@ -578,9 +579,7 @@ class Meter(TorchDispatchMode):
         self.running, self.began = True, self.now()
         self.clock_ms = 1e3 * time.perf_counter()  # on one machine the same clock for all ranks
         self.trace = []  # (number, +bytes) at birth, (number, -bytes) at the end, (label, time) at a mark
-        self.category = []  # number of a storage -> its category
-        self.layer = []  # and the name of its layer, if it belongs to one
-        self.birth = []  # and its birth: {bytes, shape, operation, part}
+        self.storages = []  # number -> {bytes, shape, operation and part of its birth, category, layer}
         self.part = ""  # of the step: the layer's call that runs, if one does
         self.number = {}  # id() of a living storage -> its number
         for tensor in named:
@@ -596,24 +595,22 @@ class Meter(TorchDispatchMode):
     def see(self, tensor, operation="before the step"):
         """Numbers the tensor's storage at first sight, and records its birth and, in time, its end."""
         storage = tensor.untyped_storage()
-        if id(storage) not in self.number:
-            key, number, size = id(storage), len(self.category), storage.nbytes()
-            self.number[key] = number
-            self.category.append(self.default)
-            self.layer.append("")
-            shape = [*tensor.shape]
-            self.birth.append({"bytes": size, "shape": shape, "operation": operation, "part": self.part})
-            self.trace.append((number, size))
+        key, size = id(storage), storage.nbytes()
+        if key not in self.number:
+            self.number[key] = len(self.storages)
+            self.trace.append((self.number[key], size))
             weakref.finalize(storage, lambda: self.trace.append((self.number.pop(key), -size)))
-        return self.number[id(storage)]
+            birth = {"bytes": size, "shape": [*tensor.shape], "operation": operation, "part": self.part}
+            self.storages.append(birth | {"category": self.default, "layer": ""})
+        return self.number[key]
 
     def name(self, tensor, category, layer=None):
         """Says what a tensor holds, from its birth on, and of which layer. Returns the tensor."""
         if self.running:
-            number = self.see(tensor)
-            self.category[number] = category
+            storage = self.storages[self.see(tensor)]
+            storage["category"] = category
             if layer is not None:
-                self.layer[number] = layer.name
+                storage["layer"] = layer.name
         return tensor
 
     def mark(self, label):
@@ -669,18 +666,17 @@ class Meter(TorchDispatchMode):
                 timeline.append({"label": key, "ms": self.ms(self.began, value), **live, "held": states})
                 peak_in = peak_in or key
                 continue
-            live[self.category[key]] += value
-            if self.layer[key]:
-                held[self.layer[key]][self.category[key]] += value
+            storage = self.storages[key]
+            live[storage["category"]] += value
+            if storage["layer"]:
+                held[storage["layer"]][storage["category"]] += value
             if sum(live.values()) > sum(peak.values()):
                 peak, peak_in = dict(live), None  # the next label tells
                 at_peak = position
         for key, _ in self.trace[: at_peak + 1]:
             if not isinstance(key, str):
                 alive ^= {key}  # born, freed
-        named = zip(self.birth, self.category, self.layer)
-        storages = [birth | {"category": category, "layer": layer} for birth, category, layer in named]
-        return timeline, peak, peak_in, [storages[number] for number in sorted(alive)]
+        return timeline, peak, peak_in, [self.storages[number] for number in sorted(alive)]
 
     def timed(self):
         """The spans as records, in ms from the start of the trace."""

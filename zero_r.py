@@ -1,7 +1,7 @@
 """ZeRO-R: the residual states (§6), on top of stages 1 to 3, on data x tensor parallel ranks.
 
 Beside the model states there are activations, buffers, and holes between tensors. ZeRO-R has a part for each,
-which is an option here and has a heading in section 4:
+an option here, with a heading of its own in part 4 of this file:
 
     P_a  --pa on  §6.1  all M ranks of a replica keep the same layer inputs: here 1/M each (cpu: on the host)
     C_B  --cb on  §6.2  fused buffers have a constant size, --buffer-elements, and don't grow with the model
@@ -18,12 +18,12 @@ The stages are options too (--partition), and Table 3 has names for combinations
     --config  C1 P_os, C_B, M_D | C2 = C1 + P_a | C3 P_os+g, C_B, M_D | C4 = C3 + P_a | C5 = C3 + P_a+cpu
               full P_os+g+p, P_a+cpu, C_B, M_D | none P_os+g+p alone
 
-    torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4 python zero_r.py --simulate-ranks
-    400 --mp 16 --layers 125 --width 8192 --heads 64 --context 1024 --batch 32 \\
-        --vocab 50257 --buffer-elements 67108864
+    torchrun --standalone --nproc-per-node 4 zero_r.py --mp 2 --config C4
+    python zero_r.py --simulate-ranks 400 --mp 16 --layers 125 --width 8192 --heads 64 --context 1024 \\
+        --batch 32 --vocab 50257 --buffer-elements 67108864
 
-The first trains 2 x 2 ranks. The second is rank 0 of 400 of the paper's 100B model, on tensors without
-memory. Read this file as a diff to stage3_param.py.
+The first trains 2 x 2 ranks. The second simulates rank 0 of 400 with the paper's 100B model, on tensors
+without memory. Read this file as a diff to stage3_param.py.
 """
 
 # ---- 1. Imports --------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: imported later, by Adam, it would keep the process group alive at exit
+import torch.distributed.nn  # not used here. Adam imports it too, but so late that it disturbs the exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -60,8 +60,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # lets the meter (pa
 # weight of its own and doesn't share the embedding's, so that no parameter belongs to two layers.
 #
 # The model is a plain list of layers: [Embedding, Block, ..., Block, Head]. Each is called with (x, y): x
-# is the output of the layer before it, for the embedding the tokens. Only the head reads y, the tokens to
-# predict, and returns the loss. So all layers are called in the same way.
+# is the output of the layer before it, or the tokens for the embedding. Only the head reads y, the tokens
+# to predict, and returns the loss. So all layers are called in the same way.
 #
 # `cfg` is the command line (part 7). The model reads from it the sizes: layers, width C, heads, context T,
 # vocab. A rank's share of the batch may be cut into micro-batches, whose gradients are added up. B is the
@@ -93,9 +93,8 @@ class Embedding(nn.Module):
 
 
 # §8: Megatron's tensor parallelism. Each of the M ranks of a replica has 1/M of the heads and of the hidden
-# units of the MLP, so it gets from qkv to attention_proj, and from mlp_up to mlp_proj, by itself. Norms and
-# the projections' biases are whole on every rank, as are embedding and head. These weights are cut, along
-# this dimension:
+# units of the MLP. So it gets from qkv to attention_proj, and from mlp_up to mlp_proj, by itself. Norms, the
+# projections' biases, embedding and head are whole on every rank. Cut are, along this dimension:
 CUT_DIMENSION = {"qkv.weight": 0, "qkv.bias": 0, "mlp_up.weight": 0, "mlp_up.bias": 0}  # by outputs
 CUT_DIMENSION |= {"attention_proj.weight": 1, "mlp_proj.weight": 1}  # by inputs
 
@@ -150,9 +149,7 @@ class Block(nn.Module):
 
     def forward(self, x, y):  # x (B, T, C) -> (B, T, C)
         B, T, C = x.shape
-        qkv = self.qkv(
-            self.spread(self.attention_norm(x))
-        )  # §8: (B, T, 3C/M), the queries, keys, values of own heads
+        qkv = self.qkv(self.spread(self.attention_norm(x)))  # §8: (B, T, 3C/M), of the rank's own heads
         q, k, v = qkv.view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each (B, heads/M, T, C/heads)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # causal: no token sees a later one
         x = x + self.project(self.attention_proj, heads.transpose(1, 2).reshape(B, T, -1))  # §8
@@ -168,21 +165,21 @@ class Head(nn.Module):
         initialize(self, cfg)
 
     def forward(self, x, y):  # x (B, T, C), y (B, T) int64, the next tokens -> the mean loss, 0-d fp32
-        logits = self.logits(self.norm(x)).float()  # softmax adds up a term for every token of the vocabulary
+        logits = self.logits(self.norm(x)).float()  # the softmax's sum over the vocabulary needs fp32
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
 # ---- 3. Collectives ----------------------------------------------------------------------------------------
-# A collective is a function that all ranks call together. ZeRO-DP needs two. Say N = 2, and each rank has a
-# vector of four numbers:
+# A collective is a function that all ranks call together. Two of them carry all of the model. Say N = 2,
+# and each rank has a vector of four numbers:
 #
 #                        rank 0         rank 1
 #     before            a b c d        e f g h
 #     reduce-scatter    A B            C D            A = (a + e) / 2, ...: each rank averages its own slice
 #     all-gather        A B C D        A B C D        each rank sends its slice to all the others
 #
-# In a row they are an all-reduce (§7.1): every rank has the whole average. Why not call all_reduce, then?
-# Because stage 1 puts Adam between the halves, and stages 2 and 3 use each half by itself.
+# One after the other they make an all-reduce (§7.1): every rank has the whole average. Why not call
+# all_reduce, then? Because stage 1 puts Adam between the halves, and stages 2 and 3 use each half alone.
 #
 # What do they cost? A slice is 1/N of a vector of n elements. In the reduce-scatter a rank sends away every
 # slice but its own, in the all-gather it sends its own slice to N-1 others. Either way it sends N-1 slices,
@@ -202,23 +199,24 @@ class Transfer:
         # PyTorch's handles, one or several: with async_op=True a collective returns at once, and the handle's
         # wait() waits for its end.
         self.works = works
-        self.buffers = buffers  # being read or written until wait(): nobody else may write or free them
+        # Being read or written until wait(), as is the result: nobody else may write or free them.
+        self.buffers = buffers
         self.result = result
-        self.finish = finish  # a function that makes the result of what was received, or None
+        self.finish = finish  # a function that turns what was received into the result, or None
         self.started_at = comm.meter.now()
-        if not comm.overlap:
+        if not comm.overlap:  # --overlap off: wait for it here already, to see what is lost
             self.complete()
 
     def wait(self):
-        """Returns the result; call it only once. On a GPU it is the stream, the queue of the GPU's work, that
-        waits for the data, while Python goes on."""
+        """Returns the result; call it only once. On a GPU Python doesn't stop here: the GPU's queue of work,
+        its stream, waits for the data."""
         self.complete()
         result = self.result
         self.result = None  # a second reference would keep it in memory for longer than the caller needs it
         return result
 
     def complete(self):
-        if not self.works:
+        if not self.works:  # complete already
             return
         meter = self.comm.meter
         waiting_since = meter.now()
@@ -255,12 +253,12 @@ class Collectives:
             self.native = dist.get_backend() != "gloo"
 
     def reduce_scatter(self, full, layer):
-        """Averages full (n,) over the ranks. The transfer's wait() returns this rank's slice of the
+        """Averages `full` (n,) over the ranks. The transfer's wait() returns this rank's slice of the
         average, (n/N,).
 
         The version for gloo shows P_g (§5.2) directly: every rank sends slice r to rank r, which averages
-        what it receives, n elements, in fp32 and in the order of the ranks, so that every run gives the
-        same bits. NCCL adds in an order of its own, and returns the dtype of `full`.
+        the N slices it receives, in fp32 and in the order of the ranks, so that every run gives the same
+        bits. NCCL adds in an order of its own, and returns the dtype of `full`.
         """
         self.count("reduce_scatter", full)
         if self.native:  # (PyTorch before 2.13 called these reduce_scatter_tensor and all_gather_into_tensor)
@@ -269,6 +267,7 @@ class Collectives:
             works = [dist.reduce_scatter_single(shard, full, op=average, group=self.group, async_op=True)]
             return Transfer(self, "reduce_scatter", layer, works, [full, shard], shard)
         received = torch.empty_like(full)
+        # Slice r of `full` goes to rank r, and slice s of `received` comes from rank s.
         works = [dist.all_to_all_single(received, full, group=self.group, async_op=True)]
         return Transfer(self, "reduce_scatter", layer, works, [full, received], received, self.average)
 
@@ -280,7 +279,7 @@ class Collectives:
         return total.div_(self.world_size)
 
     def all_gather(self, full, layer):
-        """Completes full (n,), of which each rank has its own slice, in place. wait() returns it."""
+        """Fills in `full` (n,), of which each rank has its own slice only, in place. wait() returns it."""
         self.count("all_gather", full)
         if self.native:
             part = full.numel() // self.world_size
@@ -294,8 +293,7 @@ class Collectives:
         return Transfer(self, "all_gather", layer, works, slices, full)
 
     def all_reduce(self, x, name="scalars"):
-        """Sums a tensor over the ranks, in place, and waits for it: scalars, and activations of a block
-        (§8)."""
+        """Sums a tensor over the ranks, in place, and waits for it: a loss, a norm (§8: activations too)."""
         self.count(name, x, halves=2)
         flat = x.view(-1)
         works = [dist.all_reduce(flat, group=self.group, async_op=True)]
@@ -305,7 +303,9 @@ class Collectives:
         """Counts what this rank sends: n(N-1)/N elements for each half of an all-reduce (§7.1)."""
         elements = halves * full.numel() * (self.world_size - 1) // self.world_size
         sent = self.sent.setdefault(name, collections.Counter())
-        sent.update(calls=1, elements=elements, bytes=elements * full.element_size())
+        sent["calls"] += 1
+        sent["elements"] += elements
+        sent["bytes"] += elements * full.element_size()
 
 
 # ---- 4. The layer and its state ----------------------------------------------------------------------------
@@ -314,8 +314,8 @@ class Collectives:
 class Layer:
     """A layer as a function of one flat vector of its parameters: `layer(flat, x, y)`.
 
-    Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of ZeRO
-    is the answer to three questions:
+    Differentiating with respect to `flat` gives the layer's gradient as one flat vector too. So all of
+    ZeRO-DP (§5) is the answer to three questions:
 
         1. Where does the flat vector live?    2. Where does its gradient go?    3. Who owns its fp32 copy?
 
@@ -329,25 +329,20 @@ class Layer:
         # The weights are drawn on the CPU, alike on every rank, from a seed of each layer's own. (Random()
         # turns a text into the same number everywhere; hash() would not.)
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
-        # §8: drawn whole and then cut, so that they are the same for every M. What is cut comes first in
-        # the flat vector, and what all M ranks hold at its end: the norm has to count that once, not M
-        # times.
         self.module = kind(cfg)
         self.module.replica = comm.replica  # §8: the ranks that all-reduce within a block
-        whole = dict(self.module.named_parameters())
-        # For check_layers(): is one of these another layer's too, and do all ranks draw the same?
-        self.shares = any(hasattr(weight, "owner") for weight in whole.values())
+        weights = dict(self.module.named_parameters())
+        # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
+        self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
-        for weight in whole.values():
+        for weight in weights.values():
             weight.owner = name
             self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel())).sum()
-        self.constants = {name: constant.to(device) for name, constant in self.module.named_buffers()}
-        weights = {
-            name: replica_part(name, whole[name], comm.replica) for name in whole if name in CUT_DIMENSION
-        }
-        self.cut_elements = sum(weight.numel() for weight in weights.values())
-        weights |= {name: whole[name] for name in whole if name not in CUT_DIMENSION}
-        self.shapes = {name: weight.shape for name, weight in weights.items()}
+        self.constants = {key: constant.to(device) for key, constant in self.module.named_buffers()}
+        # §8: drawn whole and then cut, so that they are the same for every M. The cut ones come first.
+        cut = {key: replica_part(key, weights[key], comm.replica) for key in weights if key in CUT_DIMENSION}
+        weights = cut | {key: weights[key] for key in weights if key not in cut}
+        self.shapes = {key: weight.shape for key, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
         # All parameters end to end in one vector, then zeros, so that N ranks can cut it into equal slices:
         #
@@ -356,9 +351,9 @@ class Layer:
         #
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
-        # fused Adam computes the last few elements of a vector in another way, which differs in the last
-        # bit. (§5.1 cuts the whole model into N parts instead. It costs the same; but here every layer has
-        # all owners, so that all of them have the same work at the same time.)
+        # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
+        # another way, which differs in the last bit. (§5.1 cuts the whole model into N parts instead. It
+        # costs the same; but here every rank owns a slice of every layer, and all have equal work.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -366,8 +361,7 @@ class Layer:
         self.own = slice(comm.rank * part, (comm.rank + 1) * part)  # this rank's slice
         full = torch.cat([weight.detach().flatten() for weight in weights.values()])
         full = F.pad(full, (0, self.padded - self.psi)).to(device)
-        # Answer 1: with §5.3 each slice on its rank, (padded/N,) 16-bit, 2Ψ/N bytes; else whole, on every
-        # one.
+        # Answer 1: with §5.3 each slice on its rank, (padded/N,) 16-bit, 2Ψ/N bytes; else whole, on all.
         self.flat = None
         if cfg.partition == "os+g+p":
             self.shard = full[self.own].to(self.dtype, copy=True)
@@ -381,6 +375,10 @@ class Layer:
         with torch.no_grad():
             for weight in self.module.parameters():
                 weight.set_()  # now empty: from here on only the module's forward() is used
+        # §8: what all M ranks hold counts once in the norm, on the first of them. It comes after what is cut.
+        self.counted = part
+        if comm.replica is not None and comm.replica.rank > 0:
+            self.counted = max(0, sum(weight.numel() for weight in cut.values()) - self.own.start)
         self.whole_grad = cfg.partition == "os"  # §5.1: and not just this rank's slice
         self.grad_slot = None  # §6.3, M_D: the layer's place in the contiguous buffer of gradients
         self.input_slot = None  # and in that of kept inputs
@@ -401,8 +399,8 @@ class Layer:
         """flat (padded,), x the layer's input -> the layer's output in the stored dtype, or the loss in fp32.
 
         A CPU without 16-bit units multiplies 16-bit matrices 30 to 100 times more slowly than fp32 ones. So
-        what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed with the
-        layer's graph. Where the dtype is the same already, it returns the tensor itself.
+        what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed
+        after its use. Where the dtype is the same already, it returns the tensor itself.
         """
         weights = {}
         for name, constant in self.constants.items():  # buffers (the modules of this file have none)
@@ -419,8 +417,7 @@ class Layer:
 
 
 def replica_part(name, weight, replica):
-    """§8: this rank's part of a whole weight, where Megatron cuts it. Of q, k and v it gets its heads of
-    each."""
+    """§8: this rank's part of a weight, where Megatron cuts it. Of q, k and v it gets its heads of each."""
     if replica is None:
         return weight
     parts = weight.chunk(3) if name.startswith("qkv") else [weight]
@@ -429,7 +426,7 @@ def replica_part(name, weight, replica):
 
 
 def make_layers(cfg, comm, device):
-    """[embedding, block 0, ..., head]. What a rank doesn't keep of one is freed before the next is made."""
+    """[embedding, block 0, ..., head], made one by one, so that what a rank doesn't keep is soon freed."""
     # The names decide the seeds of the weights: these are the same in every stage, for any number of ranks.
     layers = [Layer("embedding", Embedding, cfg, comm, device)]
     for i in range(cfg.layers):
@@ -457,12 +454,9 @@ def full_master(layer, comm):
     return comm.all_gather(full, layer).wait()
 
 
-# What the paper predicts, printed beside what is measured: bytes, then elements sent.
-
-
 def paper_states(psi, world_size, cfg):
-    """Bytes of model states on a rank by the paper's formula, for psi parameters, to compare with the
-    meter."""
+    """Bytes of model states on a rank by the paper's formula, for psi parameters. (The comments: its form
+    for 16 bits and one micro-batch.)"""
     param_bytes = 4 if cfg.dtype == "float32" else 2
     grad_bytes = param_bytes if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     parameters = param_bytes * psi  # 2Ψ
@@ -476,8 +470,8 @@ def paper_states(psi, world_size, cfg):
 
 
 def paper_volume(layers, world_size, cfg):
-    """Elements that a rank sends in a step by the paper's formula, times (N-1)/N, and this formula as
-    text."""
+    """Elements that a rank sends in a step, counted as the paper does but times (N-1)/N. Returns their
+    number, and the formula as text."""
     psi = sum(layer.psi for layer in layers)
     m = cfg.micro_batches
     if cfg.partition == "os":  # §7.2.1: a reduce-scatter of Ψ and an all-gather of Ψ
@@ -497,8 +491,7 @@ def paper_tensor_volume(cfg):
     return cfg.micro_batches * cfg.layers * per_block * gathers
 
 
-# -- §6.1, P_a: all M ranks of a replica have a block's input; each keeps 1/M of it, with P_a+cpu on the
-# host --
+# -- §6.1, P_a: all M ranks of a replica have a block's input, and each keeps 1/M (P_a+cpu: on the host) --
 
 
 def empty_inputs(size, dtype, cfg, device):
@@ -510,23 +503,18 @@ def empty_inputs(size, dtype, cfg, device):
 
 
 def copy_beside(comm, target, source):
-    """Copies to or from the host. On a GPU on a stream of its own, beside what the GPU computes; else at
-    once."""
+    """Copies to or from the host: on a GPU by a stream of its own, while it computes; else at once."""
     if comm.copying:
-        torch.cuda.current_stream().wait_stream(
-            comm.copying
-        )  # the copy before this one has had a layer's time
-        comm.copying.wait_stream(
-            torch.cuda.current_stream()
-        )  # `source` has to be computed, `target` to be free
+        current = torch.cuda.current_stream()
+        current.wait_stream(comm.copying)  # the copy before this one has had a layer's time
+        comm.copying.wait_stream(current)  # `source` has to be computed, and `target` to be free
         comm.leaving = source  # held until the next copy, so that its memory is not given away under this one
     with torch.cuda.stream(comm.copying):
         target.copy_(source, non_blocking=True)
 
 
 class KeptInput:
-    """§6.1: a layer's input between forward and backward. fetch() starts to bring it back, wait() returns
-    it."""
+    """§6.1: a layer's input until its backward. fetch() starts to bring it back, wait() returns it."""
 
     def __init__(self, x, layer, cfg, comm, meter, whole=False):
         self.comm = comm
@@ -573,8 +561,7 @@ class KeptInput:
         return self.comm.replica.all_gather(full, self.layer).wait().view(self.shape)
 
 
-# -- §6.2, C_B: what is fused has a constant size: the pieces of a reduction, of the fp32 gradients, of the
-# norm --
+# -- §6.2, C_B: what is fused has a constant size: pieces of a reduction, of fp32 gradients, of the norm --
 
 
 def reduction_pieces(full, cfg, comm):
@@ -596,15 +583,13 @@ def master_pieces(layers, cfg):
     return [[piece] for piece in pieces] if cfg.cb == "on" else [pieces]
 
 
-# -- §6.3, M_D: what lives long, gradients and kept inputs, is copied into two contiguous buffers allocated
-# once --
+# -- §6.3, M_D: what lives long, gradients and kept inputs, goes into two buffers that are allocated once --
 
 
 def allocate_once(layers, cfg, device):
     """Allocates the two buffers, and hands them to the layers in slots. Returns them for the meter.
 
-    Tensors that come and go between others that stay leave holes, too small for a larger one. Kept apart
-    they don't.
+    Tensors that come and go between others that stay leave holes, too small for a larger one.
     """
     if cfg.md == "off":
         return []
@@ -631,7 +616,7 @@ def empty_gradient(layer, dtype, meter):
 
 
 # ---- 5. The train step -------------------------------------------------------------------------------------
-# What happens at the same time in the backward pass, here of four layers (time goes to the right):
+# What happens at the same time in the backward pass of a model of four layers (time goes to the right):
 #
 #     all-gather        block 1    block 0    embedding                              (§5.3)
 #     computes          head       block 1    block 0    embedding
@@ -641,35 +626,33 @@ def empty_gradient(layer, dtype, meter):
 # only what comes after the last computation takes extra time.
 
 
-def sum_of_squares(layers, cfg):
+def sum_of_squares(vectors, cfg):
     """The sum of the squares of all elements, 0-d float64. The order of the sum depends on N; in float64
-    that hardly ever changes the norm once it is rounded to fp32. In pieces, because .double() makes a
-    copy."""
-    # §6.2: with C_B half the elements of a buffer, since a piece takes 8 bytes each where a buffer takes 4
-    size = cfg.buffer_elements // 2 if cfg.cb == "on" else 2**20
-    total = torch.zeros((), dtype=torch.float64, device=layers[0].master.device)
-    for layer in layers:
-        # §8: ranks of a replica have different parts of what is cut; the rest is the same, and counts once.
-        end = max(0, layer.cut_elements - layer.own.start)
-        for vector, copies in ((layer.own_grad()[:end], 1), (layer.own_grad()[end:], cfg.mp)):
-            for piece in vector.split(size):
-                piece = piece.double()
-                total += piece.dot(piece) / copies
-    return total
+    that hardly ever changes the norm once it is rounded to fp32."""
+    total = torch.zeros(1, dtype=torch.float64, device=vectors[0].device)
+    for vector in vectors:
+        # In pieces, because .double() makes a copy. At most 64, so that a huge simulation doesn't take long.
+        size = max(2**22, vector.numel() // 64)
+        if cfg.cb == "on":  # §6.2: 8 bytes an element, where the buffer of fp32 gradients takes 4
+            size = cfg.buffer_elements // 2
+        for piece in vector.split(size):
+            piece = piece.double()
+            total.addmv_(piece.view(1, -1), piece)  # adds piece · piece, in one kernel
+    return total[0]
 
 
-@torch.no_grad()
+@torch.no_grad()  # autograd is on in one place only: for one layer at a time, in the backward pass
 def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
     """One step of training, under five headings: forward, backward, global norm, Adam, new parameters.
 
     batches   the micro-batches: a list of (x, y), tokens and next tokens, both (B, T) int64
-    scale     what the loss is multiplied by: 1, except in float16
+    scale     what the loss is multiplied by: 1, except in float16, where small gradients would become 0
     step      its number, for the seeds of what layers draw
     groups    what Adam updates, from master_pieces(): group by group (§6.2)
     returns   the mean loss over ranks and micro-batches, and the norm of the gradient; 0-d fp32, not scaled
 
     Nothing here reads a number back from the device: on a GPU Python never waits, and queues the whole step
-    ahead. Lines with `meter.` only measure, but for meter.name(t, ...), which returns t, and meter.device.
+    ahead.
     """
     dtype = layers[0].dtype
     grad_dtype = dtype
@@ -682,15 +665,13 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
         layer.pieces = reduction_pieces(full, cfg, comm)  # §6.2, C_B: one at a time in the buffer
         return comm.reduce_scatter(layer.pieces[0].flatten(), layer)
 
+    # The backward pass calls this when a layer's reduce-scatter is under way.
     def finish_reduction(reducing):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers. With C_B (§6.2) only the first piece travels while the next layer
-        computes;
-        to let the others do so too would take more buffers."""
+        computes: for the others to do so too would take more buffers."""
         layer = reducing.layer
-        add_up = (
-            layer.grad is not None and not layer.whole_grad
-        )  # §5.1: the average replaces the rank's own sum
+        add_up = layer.grad is not None and not layer.whole_grad  # §5.1: else it replaces the rank's own sum
         if layer.grad is None:
             layer.grad = empty_gradient(layer, grad_dtype, meter)
         start = 0
@@ -719,8 +700,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
 
     for micro, (tokens, y) in enumerate(batches):
         # 1. Forward. Keep only the input of each layer, an activation checkpoint (§3.2): whatever is
-        # computed from it is computed again in the backward pass. Leave out the head: its backward pass
-        # follows at once, and runs it.
+        # computed from it is computed again in the backward pass. Skip the head: its backward pass comes
+        # next, and runs its forward anyway.
         x = tokens
         inputs = [KeptInput(tokens, layers[0], cfg, comm, meter, whole=True)]  # §6.1
         arriving = gather(layers[0])
@@ -786,14 +767,14 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
 
     # 3. Global norm: the length of the whole model's gradient. Every rank squares its own slice of the
     # average, and the sum over ranks is the same on all of them. The loss travels along.
-    squares = sum_of_squares(layers, cfg)
+    squares = sum_of_squares([layer.own_grad()[: layer.counted] for layer in layers], cfg)  # §5.2, §8
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     if comm.replica is not None:
         squares = comm.replica.all_reduce(squares)  # §8
     norm = (squares.sqrt() / scale).float()
     meter.mark("norm")
 
-    # 4. Adam. Clip, and undo the loss scale: every gradient g becomes
+    # 4. Adam. Its parameters are the masters. Clip, and undo the loss scale: every gradient g becomes
     #
     #     g / (scale · max(1, norm / clip))
     #
@@ -802,8 +783,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
     # them.) The norm is the same on every rank, so all ranks clip alike and skip the same steps.
     adam.grad_scale = scale * (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
-    # Adam needs an fp32 gradient for every fp32 parameter. §6.2, C_B: of one piece at a time; else of all
-    # at once.
+    # Adam needs fp32 gradients. §6.2, C_B: of one piece at a time; else of all pieces at once.
     everything = adam.param_groups[0]["params"]
     for group in groups:
         adam.param_groups[0]["params"] = [piece for _, _, piece in group]  # so that Adam looks at no other
@@ -858,9 +838,7 @@ class Meter(TorchDispatchMode):
         self.running, self.began = True, self.now()
         self.clock_ms = 1e3 * time.perf_counter()  # on one machine the same clock for all ranks
         self.trace = []  # (number, +bytes) at birth, (number, -bytes) at the end, (label, time) at a mark
-        self.category = []  # number of a storage -> its category
-        self.layer = []  # and the name of its layer, if it belongs to one
-        self.birth = []  # and its birth: {bytes, shape, operation, part}
+        self.storages = []  # number -> {bytes, shape, operation and part of its birth, category, layer}
         self.part = ""  # of the step: the layer's call that runs, if one does
         self.number = {}  # id() of a living storage -> its number
         self.kept = set()  # §6.3: numbers of the storages that M_D is about: kept layer inputs and gradients
@@ -877,24 +855,22 @@ class Meter(TorchDispatchMode):
     def see(self, tensor, operation="before the step"):
         """Numbers the tensor's storage at first sight, and records its birth and, in time, its end."""
         storage = tensor.untyped_storage()
-        if id(storage) not in self.number:
-            key, number, size = id(storage), len(self.category), storage.nbytes()
-            self.number[key] = number
-            self.category.append(self.default)
-            self.layer.append("")
-            shape = [*tensor.shape]
-            self.birth.append({"bytes": size, "shape": shape, "operation": operation, "part": self.part})
-            self.trace.append((number, size))
+        key, size = id(storage), storage.nbytes()
+        if key not in self.number:
+            self.number[key] = len(self.storages)
+            self.trace.append((self.number[key], size))
             weakref.finalize(storage, lambda: self.trace.append((self.number.pop(key), -size)))
-        return self.number[id(storage)]
+            birth = {"bytes": size, "shape": [*tensor.shape], "operation": operation, "part": self.part}
+            self.storages.append(birth | {"category": self.default, "layer": ""})
+        return self.number[key]
 
     def name(self, tensor, category, layer=None):
         """Says what a tensor holds, from its birth on, and of which layer. Returns the tensor."""
         if self.running:
-            number = self.see(tensor)
-            self.category[number] = category
+            storage = self.storages[self.see(tensor)]
+            storage["category"] = category
             if layer is not None:
-                self.layer[number] = layer.name
+                storage["layer"] = layer.name
         return tensor
 
     def keep(self, tensor, category):
@@ -956,29 +932,27 @@ class Meter(TorchDispatchMode):
                 timeline.append({"label": key, "ms": self.ms(self.began, value), **live, "held": states})
                 peak_in = peak_in or key
                 continue
-            live[self.category[key]] += value
-            if self.layer[key]:
-                held[self.layer[key]][self.category[key]] += value
+            storage = self.storages[key]
+            live[storage["category"]] += value
+            if storage["layer"]:
+                held[storage["layer"]][storage["category"]] += value
             if sum(live.values()) - live["host"] > sum(peak.values()) - peak["host"]:  # §6.1: of the device
                 peak, peak_in = dict(live), None  # the next label tells
                 at_peak = position
         for key, _ in self.trace[: at_peak + 1]:
             if not isinstance(key, str):
                 alive ^= {key}  # born, freed
-        named = zip(self.birth, self.category, self.layer)
-        storages = [birth | {"category": category, "layer": layer} for birth, category, layer in named]
-        return timeline, peak, peak_in, [storages[number] for number in sorted(alive)]
+        return timeline, peak, peak_in, [self.storages[number] for number in sorted(alive)]
 
     def residual(self):
         """Bytes of kept inputs on the device and the host (§6.1), and fragmentation (§6.3): the space of a
-        modelled heap over its peak of live bytes, minus one, for all device memory and for what M_D is
-        about alone."""
-        device = {number for number, category in enumerate(self.category) if category != "host"}
-        inputs = {
-            name: {n for n in self.kept if self.category[n] == name} for name in ("activations", "host")
-        }
-        found = {"kept": first_fit(self.trace, inputs["activations"])[0]}
-        found["kept_host"] = first_fit(self.trace, inputs["host"])[0]
+        modelled heap over its peak of live bytes, minus one, of all and of what M_D is about alone."""
+        by_category = {category: set() for category in CATEGORIES}
+        for number, storage in enumerate(self.storages):
+            by_category[storage["category"]].add(number)
+        device = {*range(len(self.storages))} - by_category["host"]
+        found = {"kept": first_fit(self.trace, self.kept & by_category["activations"])[0]}
+        found["kept_host"] = first_fit(self.trace, self.kept & by_category["host"])[0]
         for name, chosen in (("fragmentation", device), ("fragmentation_kept", self.kept & device)):
             live, space, _ = first_fit(self.trace, chosen)
             found[name] = space / live - 1
@@ -994,15 +968,9 @@ class Meter(TorchDispatchMode):
 
 def first_fit(trace, chosen):
     """§6.3: replays the chosen storages of a trace in one address space, each placed in the first gap that
-    holds it. Returns the peak of their live bytes, the highest address in use (more: fragmentation), all
-    addresses."""
-    blocks, placed, live, most, top = (
-        [(0, 0)],
-        {},
-        0,
-        0,
-        0,
-    )  # blocks: (start, end) of what is placed, in order
+    holds it. Returns the peak of their live bytes, the highest address in use, and all addresses."""
+    blocks = [(0, 0)]  # (start, end) of what is placed, in order
+    placed, live, most, top = {}, 0, 0, 0
     for key, size in trace:
         if isinstance(key, str) or size == 0 or key not in chosen:
             continue
@@ -1054,14 +1022,12 @@ class Config:
     log_file: str = option("", "write JSON records to this file, one a line (replaces it)")
     simulate_ranks: int = option(0, "run one step as rank 0 of so many, on tensors without memory", least=0)
     mp: int = option(1, "tensor-parallel ranks M of one replica; divides the ranks, the heads and the width")
-    config: str = option(
-        "full", "what is on: Table 3, all, or no ZeRO-R", "none", "C1", "C2", "C3", "C4", "C5"
-    )
+    config: str = option("full", "Table 3, all of it, or no ZeRO-R", "none", "C1", "C2", "C3", "C4", "C5")
     partition: str = option("auto", "what ZeRO-DP partitions; auto: as --config says", "os", "os+g", "os+g+p")
     pa: str = option("auto", "P_a, and P_a+cpu; auto: as --config says", "off", "on", "cpu")
     cb: str = option("auto", "C_B; auto: as --config says", "off", "on")
     md: str = option("auto", "M_D; auto: as --config says", "off", "on")
-    buffer_elements: int = option(2**18, "elements of a fused buffer with C_B; a multiple of 16", least=16)
+    buffer_elements: int = option(2**18, "elements of a buffer with C_B; on GPUs, 2^24 or more", least=16)
 
 
 CONFIGS = {  # Table 3: partition (§5), P_a (§6.1), C_B (§6.2), M_D (§6.3)
@@ -1267,9 +1233,7 @@ def run(cfg, data, device, log):
     meter = Meter(device)
     comm = Collectives(cfg, meter, dist.group.WORLD)
     comm.replica = None
-    if (
-        cfg.mp > 1
-    ):  # §8: M neighbours are a replica; ranks M apart have the same part of the model: ZeRO-DP is among them
+    if cfg.mp > 1:  # §8: M neighbours are a replica; ZeRO-DP is among ranks M apart, with the same part
         rows = [tuple(range(first, first + cfg.mp)) for first in range(0, dist.get_world_size(), cfg.mp)]
         limit = timedelta(seconds=60)  # the world's; a group's own default is half an hour
         columns, _ = dist.new_subgroups_by_enumeration([*zip(*rows)], timeout=limit)
@@ -1356,11 +1320,8 @@ def report(meter, layers, comm, cfg, step_ms, waited_ms, record):
     (before,) = (moment for moment in timeline if moment["label"] == "before the optimizer step")
     memory = {category: before[category] for category in CATEGORIES}
     memory |= {"states": sum(before[key] for key in CATEGORIES[:3]), "formula": paper_states(psi, N, cfg)}
-    memory |= {
-        "peak": sum(peak.values()) - peak["host"],  # §6.1
-        "at_peak": peak,
-        "peak_in": peak_in,
-    } | meter.residual()
+    memory |= {"peak": sum(peak.values()) - peak["host"], "at_peak": peak, "peak_in": peak_in}  # §6.1
+    memory |= meter.residual()
     if meter.device.type == "cuda":  # what PyTorch's allocator handed out at most, and took from the GPU
         memory["allocated"] = torch.cuda.max_memory_allocated()
         memory["reserved"] = torch.cuda.max_memory_reserved()

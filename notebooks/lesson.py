@@ -446,7 +446,7 @@ def replay(meter):
         if isinstance(key, str):
             marks.append((len(rows), key))
         else:
-            live[meter.category[key]] += value
+            live[meter.storages[key]["category"]] += value
             rows.append(dict(live))
     return rows, marks
 
@@ -595,7 +595,7 @@ def place(meter, chosen):
 
 def on_device(meter):
     """The numbers of all storages that are not in host memory."""
-    return {number for number, category in enumerate(meter.category) if category != "host"}
+    return {number for number, storage in enumerate(meter.storages) if storage["category"] != "host"}
 
 
 def first_failure(run, capacity):
@@ -637,12 +637,14 @@ def plot_heaps(runs, capacity, unit=1e6, name="MB"):
         for number, start, length, born, died in blocks:
             if born < moment < died:
                 box = (
-                    style(meter.category[number]) if number in kept else {"facecolor": "#BBBBBB", "edgecolor": "white"}
+                    style(meter.storages[number]["category"])
+                    if number in kept
+                    else {"facecolor": "#BBBBBB", "edgecolor": "white"}
                 )
                 ax.add_patch(plt.Rectangle((start / unit, 0), length / unit, 1, **box | {"lw": 0.5}))
-                seen |= {meter.category[number]} if number in kept else set()
+                seen |= {meter.storages[number]["category"]} if number in kept else set()
                 if number in kept and length < 0.01 * capacity:  # a line, and the end of a hole all the same
-                    color = COLORS[meter.category[number]]
+                    color = COLORS[meter.storages[number]["category"]]
                     ax.plot((start + length / 2) / unit, 1.1, "v", color=color, ms=6, clip_on=False)
         ax.add_patch(plt.Rectangle((0, 0), capacity / unit, 1, fill=False, edgecolor="black", lw=1))
         line = ax.axvline(capacity / unit, color="#CC3311", ls="--", lw=1.5, label=f"capacity {capacity / unit:.2f}")

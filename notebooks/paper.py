@@ -6,8 +6,6 @@ extrapolated says so. GB is 10^9 bytes; section, table and figure numbers are th
 """
 
 import functools
-import pathlib
-import tempfile
 import types
 
 import lesson
@@ -31,22 +29,10 @@ def simulate(script, ranks, **options):
     return run_once(script, ranks, tuple(sorted(options.items())))
 
 
-# The scripts square a gradient in pieces of 2^20 elements. A trillion has a million of those, and they would take
-# minutes. So the copies that run here take larger pieces, of up to half a GB in fp64: less than any peak leaves there.
-copies = tempfile.TemporaryDirectory()
-
-
-@functools.cache
-def copy_of(script):
-    path = pathlib.Path(copies.name, script)
-    path.write_text((lesson.ROOT / script).read_text().replace("2**20", "2**26"))
-    return str(path)
-
-
 @functools.cache
 def run_once(script, ranks, options):
     # 16-bit arithmetic, as the paper's GPUs do it: what a CPU without 16-bit units would widen is none of its bytes.
-    run = lesson.simulate(copy_of(script), ranks, **{"compute": "bfloat16"} | dict(options))
+    run = lesson.simulate(script, ranks, **{"compute": "bfloat16"} | dict(options))
     return run.one("memory") | {"psi": run.psi, "timeline": run.of("timeline"), "sent": run.one("communication")}
 
 
@@ -164,7 +150,7 @@ def block_keeps(script="stage0_ddp.py", batch=GPT2_BATCH, **shape):
             if not isinstance(number, str):  # a mark
                 alive[number] = alive.get(number, 0) + change
         del out
-    return [size for number, size in alive.items() if size and meter.category[number] == "activations"][1:]
+    return [size for number, size in alive.items() if size and meter.storages[number]["category"] == "activations"][1:]
 
 
 def gpt2_activations():

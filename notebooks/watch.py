@@ -145,7 +145,7 @@ def watch(module):
                 for where, tensor in reachable(layer, "self", set()):
                     attribute = where.removeprefix("self.")
                     if attribute in NAMED:
-                        if self.category[self.see(tensor)] != "host":  # an exercise moves it there
+                        if self.storages[self.see(tensor)]["category"] != "host":  # an exercise moves it there
                             self.name(tensor, NAMED[attribute])
                     elif attribute != "master.grad":
                         found[f"{where} of {layer.name}"] = tensor.untyped_storage().nbytes()
@@ -186,7 +186,7 @@ def watch(module):
 
 def moments(meter):
     """Live bytes by category at each mark, and the most since the mark before."""
-    live = dict.fromkeys([*meter.category, "total"], 0)
+    live = dict.fromkeys([*(storage["category"] for storage in meter.storages), "total"], 0)
     most, records, process = dict(live), [], iter(meter.process)
     for key, value in meter.trace:
         if isinstance(key, str):
@@ -194,7 +194,7 @@ def moments(meter):
             records.append({"event": "moment", "label": key, "at": dict(live), "most": most, "besides": besides})
             most = dict(live)
             continue
-        for category in (meter.category[key], "total"):
+        for category in (meter.storages[key]["category"], "total"):
             live[category] += value
             most[category] = max(most[category], live[category])
     return records

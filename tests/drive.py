@@ -33,15 +33,15 @@ def trace(stage):
     class Meter(stage.Meter):
         def start(self, named):
             super().start(named)
-            self.residents = len(self.category)
+            self.residents = len(self.storages)
 
         def replay(self):
             live, most, gathered = collections.Counter(), collections.Counter(), set()
             for key, value in self.trace:
                 if isinstance(key, str):
                     continue
-                live[self.category[key]] += value
-                if self.category[key] == "parameters" and key >= self.residents:
+                live[self.storages[key]["category"]] += value
+                if self.storages[key]["category"] == "parameters" and key >= self.residents:
                     gathered ^= {key}  # born, died
                 live["gathered"] = len(gathered)
                 most |= live  # the maximum of each
