@@ -1,8 +1,8 @@
 """Stage 0: plain data parallelism, the baseline that ZeRO improves on (§3.1, §7.1).
 
-A rank is one process with one device. N ranks train one model together; Ψ is its number of parameters. § is a
-section of the paper, arXiv 1910.02054 v3; "part 3" is a part of this file. In every stage a rank works on its
-own share of the batch:
+A rank is one process with one device. torchrun starts N of them; all run this whole file, and each has its
+number, 0 to N-1. Together they train one model; Ψ is its number of parameters. § is a section of the paper,
+arXiv 1910.02054 v3; "part 3" is a part of this file. In every stage a rank works on its share of the batch:
 
     forward, backward    on its own sequences                   N different gradients
     reduce               averages the gradients of all ranks
@@ -28,7 +28,7 @@ paper rounds that up to 2Ψ. The next file changes what happens between the two 
 The first command trains: on GPUs, where the library NCCL carries data between ranks, or on the CPU, where
 gloo does. The second simulates rank 0 of 1024 with the paper's 7.5-billion-parameter model: its tensors have
 shapes but no data, and it counts the memory and the traffic of one step. Read each file down to the line
-"All below is the same in every stage": that is the model, the collectives, the layers and the train step.
+"All below is the same in every stage". Above it are the model, the collectives, the layers, the train step.
 """
 
 # ---- 1. Imports --------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here. Adam imports it too, but so late that it disturbs the exit
+import torch.distributed.nn  # not used here. Adam would import it during the run, and then the exit may fail
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -132,8 +132,8 @@ class Head(nn.Module):
 
 
 # ---- 3. Collectives ----------------------------------------------------------------------------------------
-# A collective is a function that all ranks call together. Two of them carry all of the model. Say N = 2,
-# and each rank has a vector of four numbers:
+# A collective is a function that all ranks call together. Two of them are enough for ZeRO-DP. Say N = 2, and
+# each rank has a vector of four numbers:
 #
 #                        rank 0         rank 1
 #     before            a b c d        e f g h
@@ -255,7 +255,7 @@ class Collectives:
         return Transfer(self, "all_gather", layer, works, slices, full)
 
     def all_reduce(self, x, name="scalars"):
-        """Sums a tensor over the ranks, in place, and waits for it: a loss, a norm (§8: activations too)."""
+        """Sums a tensor over the ranks, in place, and waits for it: a loss, a norm."""
         self.count(name, x, halves=2)
         flat = x.view(-1)
         works = [dist.all_reduce(flat, group=self.group, async_op=True)]
@@ -293,13 +293,17 @@ class Layer:
         torch.manual_seed(random.Random(f"{cfg.seed}/{name}").getrandbits(63))
         self.module = kind(cfg)
         weights = dict(self.module.named_parameters())
+        assert weights, f"{name} has no parameters; put what has none into another layer"
         # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
         self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
         for weight in weights.values():
             weight.owner = name
-            self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel())).sum()
-        self.constants = {key: constant.to(device) for key, constant in self.module.named_buffers()}
+            self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel()).cos()).sum()
+        self.constants = {}  # buffers; the modules of this file have none
+        for key, constant in self.module.named_buffers():
+            dtype = self.compute if constant.is_floating_point() else constant.dtype
+            self.constants[key] = constant.to(device, dtype)
         self.shapes = {key: weight.shape for key, weight in weights.items()}
         self.psi = sum(shape.numel() for shape in self.shapes.values())
         # All parameters end to end in one vector, then zeros, so that N ranks can cut it into equal slices:
@@ -310,8 +314,9 @@ class Layer:
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
         # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
-        # another way, which differs in the last bit. (§5.1 cuts the whole model into N parts instead. It
-        # costs the same; but here every rank owns a slice of every layer, and all have equal work.)
+        # another way, which differs in the last bit; but all stages shall compute the same. (§5.1 cuts the
+        # whole model into N parts instead, so a layer belongs to one rank or two. The bytes are the same;
+        # but here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -343,15 +348,14 @@ class Layer:
         what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed
         after its use. Where the dtype is the same already, it returns the tensor itself.
         """
-        weights = {}
-        for name, constant in self.constants.items():  # buffers (the modules of this file have none)
-            weights[name] = constant.to(self.compute) if constant.is_floating_point() else constant
+        weights = dict(self.constants)
         pieces = flat.to(self.compute).split(self.sizes)  # views; the last one, the padding, goes unused
         for (name, shape), piece in zip(self.shapes.items(), pieces):
             weights[name] = piece.view(shape)
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
+        self.constants = {name: weights[name].detach() for name in self.constants}  # a call may replace one
         if out.dim() == 0:  # the head's loss
             return out
         return out.to(self.dtype)
@@ -384,8 +388,8 @@ def full_master(layer, comm):
 
 
 def paper_states(psi, world_size, cfg):
-    """Bytes of model states on a rank by the paper's formula, for psi parameters. (The comments: its form
-    for 16 bits and one micro-batch.)"""
+    """Bytes of model states on a rank by the paper's formula, for psi parameters. (The comments at
+    the ends of its lines hold for 16 bits and one micro-batch.)"""
     param_bytes = 4 if cfg.dtype == "float32" else 2
     grad_bytes = param_bytes if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     parameters = param_bytes * psi  # 2Ψ
@@ -457,8 +461,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         return comm.all_gather(meter.name(layer.grad.to(dtype), "gradients", layer), layer)
 
     def finish_gather(gathering):
-        # With one micro-batch grad has this dtype already: layer.grad itself was gathered, and PyTorch
-        # skips the copy of a tensor onto itself. With more, the average goes back into the fp32 sum's place.
+        # With one micro-batch layer.grad has this dtype already: then .to() above returned layer.grad itself,
+        # and PyTorch skips the copy of a tensor onto itself. With more, the average replaces the fp32 sum.
         gathering.layer.grad.copy_(gathering.wait())
 
     for micro, (tokens, y) in enumerate(batches):
@@ -493,8 +497,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
                     out = layer(flat, x, y)
                 # The chain rule: from the gradient with respect to `out` to those with respect to `flat`,
                 # which we want, and to `x`, the `dout` of the layer before it. (A list of one; empty after
-                # the embedding.)
-                flat_grad, *dout = torch.autograd.grad(out, leaves, dout)
+                # the embedding. The gradient of what a layer did not use is filled in as zeros.)
+                flat_grad, *dout = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
                 meter.name(flat_grad, "gradients", layer)
                 if layer is layers[-1]:
                     loss += out.detach() / len(batches)
@@ -517,8 +521,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     finish_gather(gathering)  # §7.1
     meter.mark("before the optimizer step")
 
-    # 3. Global norm: the length of the whole model's gradient. Every rank squares its own slice of the
-    # average, and the sum over ranks is the same on all of them. The loss travels along.
+    # 3. Global norm: the length of the whole model's gradient. Every rank squares the slice of the
+    # average that it owns in all stages, and the sum over ranks is the same on all. The loss travels along.
     squares = sum_of_squares([layer.grad[layer.own] for layer in layers])
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()
@@ -571,6 +575,7 @@ class Meter(TorchDispatchMode):
         self.running = False
         self.default = "buffers"  # the category of a storage until it is named
         self.spans = []  # (what, layer, when it began, when waiting for it began, when it ended)
+        self.progress = False  # whether to say which layer runs, on the terminal
 
     def start(self, named):
         """Begins a trace with what exists already, as (tensor, category) or (tensor, category, layer)."""
@@ -634,6 +639,8 @@ class Meter(TorchDispatchMode):
         """A layer's call or its backward: what is born in here and not named is an activation."""
         start = self.now() if self.running else None
         self.default, self.part = "activations", f"{what} {layer.name}"
+        if self.progress:
+            print(f"{self.part:30}", end="\r", file=sys.stderr, flush=True)
         yield
         self.default, self.part = "buffers", ""
         if self.running:
@@ -820,45 +827,50 @@ def check_layers(layers, x, y, cfg, comm):
     """Ends the run where a layer is not a function of its flat vector and its input alone, the same on
     every rank. It must be, since it is called again in the backward pass, and N ranks share its weights.
 
-    x, y: a first micro-batch. Each kind of layer is called on it twice, and differentiated.
+    x, y: a first micro-batch, of which rank 0's is taken. Each layer is called on it three times: with
+    gradients turned on, though none should come out; as in the forward pass; and as in the backward pass.
     """
-    everyone = from_all_ranks([layer.fingerprint.item() for layer in layers], cfg)
+    for tensor in (x, y):
+        dist.broadcast(tensor, src=0)
+    found = []  # for each layer a number of its weights and one of its output
     for i, layer in enumerate(layers):
         if layer.shares or layer in layers[:i]:
             fail(f"{layer.name} has a weight of another layer, or is used twice; a layer trains its own")
         for name, weight in layer.module.named_parameters():
-            if not weight.requires_grad:
-                fail(f"{name} of {layer.name} is frozen; a layer trains all its weights")
-        for sums in everyone:
-            if not math.isclose(sums[i], everyone[0][i], rel_tol=1e-5):
-                fail(f"{layer.name} begins with other weights on each rank; draw them by torch's generator")
-    for layer in (layers[0], layers[1], layers[-1]):
+            if not weight.requires_grad or weight.dtype != torch.float32:
+                fail(f"{name} of {layer.name} is frozen or not fp32; a layer trains all its weights in fp32")
         flat = full_master(layer, comm).detach().requires_grad_()
-        outs = []
-        for leaf in (flat.detach(), flat):
+        alone = (flat.detach(), x.detach())
+        outs, numbers = [], []
+        for inputs, grad in ((alone, True), (alone, False), ((flat, x), True)):
             layer.seed_random(0)
             try:
-                with torch.enable_grad():
-                    outs.append(layer(leaf, x, y))
-                if leaf is flat:
-                    torch.autograd.grad(outs[1].sum(), flat)
+                with torch.set_grad_enabled(grad):
+                    outs.append(layer(*inputs, y))
+                if inputs is not alone:
+                    leaves = [leaf for leaf in inputs if leaf.requires_grad]
+                    torch.autograd.grad(outs[-1].sum(), leaves, materialize_grads=True)
             except (AttributeError, RuntimeError, TypeError) as error:
                 reason = str(error).splitlines()[0]
                 if "memory" in reason:
                     raise  # main() has a line for it
                 fail(f"{layer.name} can't be called, or not differentiated, as it is here: {reason}")
-        first, second = outs
+            held = [value for module in layer.module.modules() for value in vars(module).values()]
+            numbers.append([value for value in held if isinstance(value, (int, float))])
+        first = outs[0]
         if first.requires_grad:
-            fail(f"{layer.name} computes with a weight of another layer; a layer trains its own")
-        if not torch.allclose(first, second, rtol=1e-2, atol=1e-4):  # kernels may differ in the last bits
-            fail(
-                f"{layer.name} differs when called again: it changes its input or a buffer, or draws numbers"
-            )
+            fail(f"{layer.name} uses a weight or a value of another layer, which would get no gradient")
+        same = [torch.allclose(first, out, rtol=1e-2, atol=1e-4) for out in outs]  # the last bits may differ
+        if not all(same) or numbers[1] != numbers[2]:
+            fail(f"{layer.name} differs if called again: it changes its input or itself, or draws numbers")
         if (first.dim() == 0) != (layer is layers[-1]):
-            fail(
-                f"{layer.name} returns a shape of {[*first.shape]}; the head has to return the loss, a number"
-            )
-        x = first
+            fail(f"{layer.name} returns the shape {[*first.shape]}; the head returns the loss, a number")
+        found.append((layer.fingerprint.item(), first.double().norm().item()))
+        x = first.requires_grad_()  # so that what a later layer takes of it, past its own input, is found
+    for others in from_all_ranks(found, cfg):
+        for layer, mine, other in zip(layers, found, others):
+            if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, other)):
+                fail(f"{layer.name} is not the same on every rank; draw its numbers by torch, in __init__")
 
 
 def checksum(layers, comm):
@@ -898,10 +910,14 @@ def run(cfg, data, device, log):
     meter = Meter(device)
     comm = Collectives(cfg, meter, dist.group.WORLD)
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
+    meter.progress = simulated and sys.stderr.isatty()  # a large model takes a while
     layers = make_layers(cfg, comm, device)
     if not simulated:
         check_layers(layers, *load_batches(data, 0, cfg, comm, device)[0], cfg, comm)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
+    given = sum(weight.numel() for group in adam.param_groups for weight in group["params"])
+    if given != sum(layer.master.numel() for layer in layers) or not adam.defaults.get("fused"):
+        fail("Adam must be fused, to clip by grad_scale, and must be given the master of every layer")
     for master in adam.param_groups[0]["params"]:  # as Adam's first step would, so that all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
@@ -933,6 +949,8 @@ def run(cfg, data, device, log):
             loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter, step)
         meter.running = False
         if simulated:
+            if meter.progress:
+                print(" " * 30, end="\r", file=sys.stderr, flush=True)
             continue
         loss, norm = loss.item(), norm.item()  # this waits for the device, so the clock is read after it
         ms, finite = 1e3 * (time.perf_counter() - start), math.isfinite(norm)

@@ -49,7 +49,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here. Adam imports it too, but so late that it disturbs the exit
+import torch.distributed.nn  # not used here. Adam would import it during the run, and then the exit may fail
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -170,8 +170,8 @@ class Head(nn.Module):
 
 
 # ---- 3. Collectives ----------------------------------------------------------------------------------------
-# A collective is a function that all ranks call together. Two of them carry all of the model. Say N = 2,
-# and each rank has a vector of four numbers:
+# A collective is a function that all ranks call together. Two of them are enough for ZeRO-DP. Say N = 2, and
+# each rank has a vector of four numbers:
 #
 #                        rank 0         rank 1
 #     before            a b c d        e f g h
@@ -293,7 +293,7 @@ class Collectives:
         return Transfer(self, "all_gather", layer, works, slices, full)
 
     def all_reduce(self, x, name="scalars"):
-        """Sums a tensor over the ranks, in place, and waits for it: a loss, a norm (§8: activations too)."""
+        """Sums a tensor over the ranks, in place, and waits for it: a loss, a norm, activations (§8)."""
         self.count(name, x, halves=2)
         flat = x.view(-1)
         works = [dist.all_reduce(flat, group=self.group, async_op=True)]
@@ -332,13 +332,17 @@ class Layer:
         self.module = kind(cfg)
         self.module.replica = comm.replica  # §8: the ranks that all-reduce within a block
         weights = dict(self.module.named_parameters())
+        assert weights, f"{name} has no parameters; put what has none into another layer"
         # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
         self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
         for weight in weights.values():
             weight.owner = name
-            self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel())).sum()
-        self.constants = {key: constant.to(device) for key, constant in self.module.named_buffers()}
+            self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel()).cos()).sum()
+        self.constants = {}  # buffers; the modules of this file have none
+        for key, constant in self.module.named_buffers():
+            dtype = self.compute if constant.is_floating_point() else constant.dtype
+            self.constants[key] = constant.to(device, dtype)
         # §8: drawn whole and then cut, so that they are the same for every M. The cut ones come first.
         cut = {key: replica_part(key, weights[key], comm.replica) for key in weights if key in CUT_DIMENSION}
         weights = cut | {key: weights[key] for key in weights if key not in cut}
@@ -352,8 +356,9 @@ class Layer:
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
         # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
-        # another way, which differs in the last bit. (§5.1 cuts the whole model into N parts instead. It
-        # costs the same; but here every rank owns a slice of every layer, and all have equal work.)
+        # another way, which differs in the last bit; but all stages shall compute the same. (§5.1 cuts the
+        # whole model into N parts instead, so a layer belongs to one rank or two. The bytes are the same;
+        # but here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -402,15 +407,14 @@ class Layer:
         what is stored in 16 bits may be computed in fp32: `.to()` makes a copy, which is freed
         after its use. Where the dtype is the same already, it returns the tensor itself.
         """
-        weights = {}
-        for name, constant in self.constants.items():  # buffers (the modules of this file have none)
-            weights[name] = constant.to(self.compute) if constant.is_floating_point() else constant
+        weights = dict(self.constants)
         pieces = flat.to(self.compute).split(self.sizes)  # views; the last one, the padding, goes unused
         for (name, shape), piece in zip(self.shapes.items(), pieces):
             weights[name] = piece.view(shape)
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
+        self.constants = {name: weights[name].detach() for name in self.constants}  # a call may replace one
         if out.dim() == 0:  # the head's loss
             return out
         return out.to(self.dtype)
@@ -455,8 +459,8 @@ def full_master(layer, comm):
 
 
 def paper_states(psi, world_size, cfg):
-    """Bytes of model states on a rank by the paper's formula, for psi parameters. (The comments: its form
-    for 16 bits and one micro-batch.)"""
+    """Bytes of model states on a rank by the paper's formula, for psi parameters. (The comments at
+    the ends of its lines hold for 16 bits and one micro-batch.)"""
     param_bytes = 4 if cfg.dtype == "float32" else 2
     grad_bytes = param_bytes if cfg.micro_batches == 1 else 4  # sums over micro-batches are kept in fp32
     parameters = param_bytes * psi  # 2Ψ
@@ -740,8 +744,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
                     out = layer(flat, x, y)
                 # The chain rule: from the gradient with respect to `out` to those with respect to `flat`,
                 # which we want, and to `x`, the `dout` of the layer before it. (A list of one; empty after
-                # the embedding.)
-                flat_grad, *dout = torch.autograd.grad(out, leaves, dout)
+                # the embedding. The gradient of what a layer did not use is filled in as zeros.)
+                flat_grad, *dout = torch.autograd.grad(out, leaves, dout, materialize_grads=True)
                 meter.name(flat_grad, "gradients", layer)
                 if layer is layers[-1]:
                     loss += out.detach() / len(batches)
@@ -765,8 +769,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
     finish_reduction(reducing)
     meter.mark("before the optimizer step")
 
-    # 3. Global norm: the length of the whole model's gradient. Every rank squares its own slice of the
-    # average, and the sum over ranks is the same on all of them. The loss travels along.
+    # 3. Global norm: the length of the whole model's gradient. Every rank squares the slice of the
+    # average that it owns in all stages, and the sum over ranks is the same on all. The loss travels along.
     squares = sum_of_squares([layer.own_grad()[: layer.counted] for layer in layers], cfg)  # §5.2, §8
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     if comm.replica is not None:
@@ -830,6 +834,7 @@ class Meter(TorchDispatchMode):
         self.running = False
         self.default = "buffers"  # the category of a storage until it is named
         self.spans = []  # (what, layer, when it began, when waiting for it began, when it ended)
+        self.progress = False  # whether to say which layer runs, on the terminal
 
     def start(self, named):
         """Begins a trace with what exists already, as (tensor, category) or (tensor, category, layer)."""
@@ -900,6 +905,8 @@ class Meter(TorchDispatchMode):
         """A layer's call or its backward: what is born in here and not named is an activation."""
         start = self.now() if self.running else None
         self.default, self.part = "activations", f"{what} {layer.name}"
+        if self.progress:
+            print(f"{self.part:30}", end="\r", file=sys.stderr, flush=True)
         yield
         self.default, self.part = "buffers", ""
         if self.running:
@@ -1149,49 +1156,56 @@ def check_layers(layers, x, y, cfg, comm):
     """Ends the run where a layer is not a function of its flat vector and its input alone, the same on
     every rank. It must be, since it is called again in the backward pass, and N ranks share its weights.
 
-    x, y: a first micro-batch. Each kind of layer is called on it twice, and differentiated.
+    x, y: a first micro-batch, of which rank 0's is taken. Each layer is called on it three times: with
+    gradients turned on, though none should come out; as in the forward pass; and as in the backward pass.
     """
-    everyone = from_all_ranks([layer.fingerprint.item() for layer in layers], cfg)
+    for tensor in (x, y):
+        dist.broadcast(tensor, src=0)
+    found = []  # for each layer a number of its weights and one of its output
     for i, layer in enumerate(layers):
         if layer.shares or layer in layers[:i]:
             fail(f"{layer.name} has a weight of another layer, or is used twice; a layer trains its own")
         for name, weight in layer.module.named_parameters():
-            if not weight.requires_grad:
-                fail(f"{name} of {layer.name} is frozen; a layer trains all its weights")
-        for sums in everyone:
-            if not math.isclose(sums[i], everyone[0][i], rel_tol=1e-5):
-                fail(f"{layer.name} begins with other weights on each rank; draw them by torch's generator")
-    for layer in (layers[0], layers[1], layers[-1]):
+            if not weight.requires_grad or weight.dtype != torch.float32:
+                fail(f"{name} of {layer.name} is frozen or not fp32; a layer trains all its weights in fp32")
         flat = full_master(layer, comm).detach().requires_grad_()
-        outs = []
-        for leaf in (flat.detach(), flat):
+        alone = (flat.detach(), x.detach())
+        outs, numbers = [], []
+        for inputs, grad in ((alone, True), (alone, False), ((flat, x), True)):
             layer.seed_random(0)
             seeded = torch.get_rng_state()  # §8
             try:
-                with torch.enable_grad():
-                    outs.append(layer(leaf, x, y))
-                if leaf is flat:
-                    torch.autograd.grad(outs[1].sum(), flat)
+                with torch.set_grad_enabled(grad):
+                    outs.append(layer(*inputs, y))
+                if inputs is not alone:
+                    leaves = [leaf for leaf in inputs if leaf.requires_grad]
+                    torch.autograd.grad(outs[-1].sum(), leaves, materialize_grads=True)
             except (AttributeError, RuntimeError, TypeError) as error:
                 reason = str(error).splitlines()[0]
                 if "memory" in reason:
                     raise  # main() has a line for it
                 fail(f"{layer.name} can't be called, or not differentiated, as it is here: {reason}")
+            held = [value for module in layer.module.modules() for value in vars(module).values()]
+            numbers.append([value for value in held if isinstance(value, (int, float))])
         if cfg.mp > 1 and not torch.equal(seeded, torch.get_rng_state()):
             # §8: what all M ranks compute needs the same numbers on each of them, what is cut needs others.
             fail(f"{layer.name} draws random numbers, as dropout does; here that works with --mp 1 only")
-        first, second = outs
+        first = outs[0]
         if first.requires_grad:
-            fail(f"{layer.name} computes with a weight of another layer; a layer trains its own")
-        if not torch.allclose(first, second, rtol=1e-2, atol=1e-4):  # kernels may differ in the last bits
-            fail(
-                f"{layer.name} differs when called again: it changes its input or a buffer, or draws numbers"
-            )
+            fail(f"{layer.name} uses a weight or a value of another layer, which would get no gradient")
+        same = [torch.allclose(first, out, rtol=1e-2, atol=1e-4) for out in outs]  # the last bits may differ
+        if not all(same) or numbers[1] != numbers[2]:
+            fail(f"{layer.name} differs if called again: it changes its input or itself, or draws numbers")
         if (first.dim() == 0) != (layer is layers[-1]):
-            fail(
-                f"{layer.name} returns a shape of {[*first.shape]}; the head has to return the loss, a number"
-            )
-        x = first
+            fail(f"{layer.name} returns the shape {[*first.shape]}; the head returns the loss, a number")
+        if cfg.md == "on" and first.shape != (*y.shape, cfg.width) and layer is not layers[-1]:
+            fail(f"{layer.name} returns {[*first.shape]}; M_D has places for (B, T, C) only: take --md off")
+        found.append((layer.fingerprint.item(), first.double().norm().item()))
+        x = first.requires_grad_()  # so that what a later layer takes of it, past its own input, is found
+    for others in from_all_ranks(found, cfg):
+        for layer, mine, other in zip(layers, found, others):
+            if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, other)):
+                fail(f"{layer.name} is not the same on every rank; draw its numbers by torch, in __init__")
 
 
 def checksum(layers, comm):
@@ -1242,12 +1256,16 @@ def run(cfg, data, device, log):
         comm.replica = Collectives(cfg, meter, replicas)
     comm.copying = torch.cuda.Stream() if device.type == "cuda" and cfg.pa == "cpu" else None  # §6.1
     N, simulated = comm.world_size, cfg.simulate_ranks > 0
+    meter.progress = simulated and sys.stderr.isatty()  # a large model takes a while
     layers = make_layers(cfg, comm, device)
     if not simulated:
         check_layers(layers, *load_batches(data, 0, cfg, comm, device)[0], cfg, comm)
     groups = master_pieces(layers, cfg)  # §6.2
     stores = allocate_once(layers, cfg, device)  # §6.3
     adam = torch.optim.Adam([piece for group in groups for _, _, piece in group], lr=cfg.lr, fused=True)
+    given = sum(weight.numel() for group in adam.param_groups for weight in group["params"])
+    if given != sum(layer.master.numel() for layer in layers) or not adam.defaults.get("fused"):
+        fail("Adam must be fused, to clip by grad_scale, and must be given the master of every layer")
     for master in adam.param_groups[0]["params"]:  # as Adam's first step would, so that all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
@@ -1286,6 +1304,8 @@ def run(cfg, data, device, log):
             loss, norm = train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step)
         meter.running = False
         if simulated:
+            if meter.progress:
+                print(" " * 30, end="\r", file=sys.stderr, flush=True)
             continue
         loss, norm = loss.item(), norm.item()  # this waits for the device, so the clock is read after it
         ms, finite = 1e3 * (time.perf_counter() - start), math.isfinite(norm)
