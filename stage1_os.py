@@ -828,7 +828,7 @@ def check_layers(layers, x, y, cfg, comm):
     gradients turned on, though none should come out; as in the forward pass; and as in the backward pass.
     """
     for tensor in (x, y):
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, group_src=0)
     found = []  # for each layer a number of its weights and one of its output
     for i, layer in enumerate(layers):
         if layer.shares or layer in layers[:i]:
@@ -912,12 +912,12 @@ def run(cfg, data, device, log):
     if not simulated:
         check_layers(layers, *load_batches(data, 0, cfg, comm, device)[0], cfg, comm)
     adam = torch.optim.Adam([layer.master for layer in layers], lr=cfg.lr, fused=True)
-    given = sum(weight.numel() for group in adam.param_groups for weight in group["params"])
-    if given != sum(layer.master.numel() for layer in layers) or not adam.defaults.get("fused"):
-        fail("Adam must be fused, to clip by grad_scale, and must be given the master of every layer")
     for master in adam.param_groups[0]["params"]:  # as Adam's first step would, so that all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
+    given = sum(weight.numel() for group in adam.param_groups for weight in group["params"])
+    if given != sum(layer.master.numel() for layer in layers) or not adam.defaults.get("fused"):
+        fail("Adam must be fused, to clip by grad_scale, and must be given the master of every layer")
 
     psi, backend = sum(layer.psi for layer in layers), "simulated" if simulated else dist.get_backend()
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})

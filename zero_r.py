@@ -506,7 +506,7 @@ def empty_inputs(size, dtype, cfg, device):
     return torch.empty(size, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
-def copy_beside(comm, target, source):
+def copy_beside(comm, what, layer, target, source):
     """Copies to or from the host: on a GPU by a stream of its own, while it computes; else at once."""
     if comm.copying:
         current = torch.cuda.current_stream()
@@ -514,7 +514,10 @@ def copy_beside(comm, target, source):
         comm.copying.wait_stream(current)  # `source` has to be computed, and `target` to be free
         comm.leaving = source  # held until the next copy, so that its memory is not given away under this one
     with torch.cuda.stream(comm.copying):
+        start = comm.meter.now()
         target.copy_(source, non_blocking=True)
+        end = comm.meter.now()
+    comm.meter.spans.append((what, layer.name, start, end, end))
 
 
 class KeptInput:
@@ -540,14 +543,17 @@ class KeptInput:
         if self.kept is None:
             self.kept = empty_inputs(x.numel() // self.parts, x.dtype, cfg, x.device)
         meter.keep(self.kept, "host" if self.on_host else "activations")
-        mine = comm.replica.rank if self.parts > 1 else 0
-        copy_beside(comm, self.kept, x.flatten().chunk(self.parts)[mine])
+        mine = x.flatten().chunk(self.parts)[comm.replica.rank if self.parts > 1 else 0]
+        if self.on_host:
+            copy_beside(comm, "to_host", layer, self.kept, mine)
+        else:
+            self.kept.copy_(mine)
 
     def fetch(self):
         """Starts to copy it from the host, if it is there: a layer ahead of its use."""
         if self.on_host:
             arriving = self.meter.name(torch.empty_like(self.kept, device=self.meter.device), "activations")
-            copy_beside(self.comm, arriving, self.kept)
+            copy_beside(self.comm, "from_host", self.layer, arriving, self.kept)
             self.kept = arriving
         return self
 
@@ -1160,7 +1166,7 @@ def check_layers(layers, x, y, cfg, comm):
     gradients turned on, though none should come out; as in the forward pass; and as in the backward pass.
     """
     for tensor in (x, y):
-        dist.broadcast(tensor, src=0)
+        dist.broadcast(tensor, group_src=0)
     found = []  # for each layer a number of its weights and one of its output
     for i, layer in enumerate(layers):
         if layer.shares or layer in layers[:i]:
@@ -1198,7 +1204,7 @@ def check_layers(layers, x, y, cfg, comm):
             fail(f"{layer.name} differs if called again: it changes its input or itself, or draws numbers")
         if (first.dim() == 0) != (layer is layers[-1]):
             fail(f"{layer.name} returns the shape {[*first.shape]}; the head returns the loss, a number")
-        if cfg.md == "on" and first.shape != (*y.shape, cfg.width) and layer is not layers[-1]:
+        if cfg.md == "on" and first.shape != (*y.shape, cfg.width) and layer is not layers[-1]:  # §6.3
             fail(f"{layer.name} returns {[*first.shape]}; M_D has places for (B, T, C) only: take --md off")
         found.append((layer.fingerprint.item(), first.double().norm().item()))
         x = first.requires_grad_()  # so that what a later layer takes of it, past its own input, is found
@@ -1263,12 +1269,12 @@ def run(cfg, data, device, log):
     groups = master_pieces(layers, cfg)  # §6.2
     stores = allocate_once(layers, cfg, device)  # §6.3
     adam = torch.optim.Adam([piece for group in groups for _, _, piece in group], lr=cfg.lr, fused=True)
-    given = sum(weight.numel() for group in adam.param_groups for weight in group["params"])
-    if given != sum(layer.master.numel() for layer in layers) or not adam.defaults.get("fused"):
-        fail("Adam must be fused, to clip by grad_scale, and must be given the master of every layer")
     for master in adam.param_groups[0]["params"]:  # as Adam's first step would, so that all steps begin alike
         moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         adam.state[master] = {"step": torch.zeros((), device=device), **moments}
+    given = sum(weight.numel() for group in adam.param_groups for weight in group["params"])
+    if given != sum(layer.master.numel() for layer in layers) or not adam.defaults.get("fused"):
+        fail("Adam must be fused, to clip by grad_scale, and must be given the master of every layer")
 
     psi, backend = sum(layer.psi for layer in layers), "simulated" if simulated else dist.get_backend()
     record("config", **dataclasses.asdict(cfg) | {"world_size": N, "psi": psi, "backend": backend})

@@ -6,7 +6,7 @@ returns at once. So a run shows operands on two devices, calls that CUDA or NCCL
 counts there. It can't show numbers.
 
     python tests/fake_cuda.py              reads cases, a JSON object a line, and answers each with another
-    python tests/fake_cuda.py --peaks      how the peaks of the README's table differ on a GPU, by the meter
+    python tests/fake_cuda.py --peaks      how the peaks differ on a GPU, by the meter
     python tests/fake_cuda.py --kernels    how many kernels a step starts, and sum_of_squares of them
 
 A case is {"script", "args", "rank", "ranks"}; `ranks` 0 is python without torchrun. One process runs many of them,

@@ -13,7 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
-from launch import ROOT, STAGES, launch  # noqa: E402
+from launch import ROOT, STAGES, launch, progress  # noqa: E402
 
 BASE = {"layers": 4, "width": 256, "heads": 8, "context": 64, "batch": 4, "micro_batches": 1, "ranks": 2}
 COLUMNS = {
@@ -29,6 +29,7 @@ def measure(stage, option, value):
     """{row: (measured, by the formula)}, the time's formula being 8ΨT without a unit."""
     options = BASE | {option: value}
     ranks = options.pop("ranks")
+    progress(f"{stage} with {option} = {value}")
     flags = (part for name, number in options.items() for part in (f"--{name.replace('_', '-')}", number))
     run = launch(stage, *flags, "--steps", 8, "--device", "cpu", ranks=ranks, timeout=600)
     (config,), (sent,) = run.of("config"), run.of("communication")

@@ -65,6 +65,12 @@ def tiny(stage, ranks=1, **options):
     return launch(stage, *TINY, *(part for pair in flags for part in pair), ranks=ranks)
 
 
+def progress(what):
+    """What a long measurement is at, for whoever waits for it at a terminal."""
+    if sys.stderr.isatty():
+        print(what, file=sys.stderr, flush=True)
+
+
 def with_all(*cases):
     """Cases of a test that --all adds."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]

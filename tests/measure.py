@@ -8,7 +8,7 @@ speed of the machine or on the version of the text, so a test compares it word f
 import re
 import sys
 
-from launch import ROOT, STAGES, launch
+from launch import ROOT, STAGES, launch, progress
 from test_diffs import diff
 
 PAGES = ("README.md", "tests/README.md")
@@ -23,6 +23,7 @@ COLUMNS = (
 
 
 def run(script, N):
+    progress(f"{script} on {N} ranks")
     return launch(script, *OPTIONS, ranks=N, timeout=300)
 
 
@@ -49,6 +50,7 @@ ZERO_R_COLUMNS = (
 
 def zero_r_row(config):
     """Of rank 0 of 2 x 2 simulated ranks, which counts the same bytes as a real one (test_zero_r.py)."""
+    progress(f"zero_r.py --config {config}")
     run = launch("zero_r.py", *OPTIONS, "--collectives", "gloo", "--simulate-ranks", 4, "--mp", 2, "--config", config)
     ((rank,), (sent,), (cfg,)) = (run.of(event) for event in ("memory", "communication", "config"))
     sizes = [rank[column] for column in ("states", "kept", "kept_host")]

@@ -1,4 +1,4 @@
-"""How much of the communication is hidden behind computation: python tests/overlap.py prints the README's table.
+"""How much of the communication is hidden behind computation: python tests/overlap.py prints a table.
 
 Linux, as root. On a machine's own loopback there is little to hide: the processor that moves the bytes is the one that
 computes. So the ranks of a run meet in a network namespace, whose loopback lets through only so many bits a second.
@@ -7,7 +7,7 @@ computes. So the ranks of a run meet in a network namespace, whose loopback lets
 import contextlib
 import subprocess
 
-from launch import ROOT, STAGES, launch
+from launch import ROOT, STAGES, launch, progress
 
 # Many layers, because some of the communication at either end of a pass has nothing to hide behind; and steps of half a
 # second, beside which it is little that one rank is late for the other.
@@ -44,6 +44,7 @@ def link(mbit=None):
 
 def time_run(namespace, script, ranks, overlap):
     """(ms of a step, ms of it spent waiting, bytes that all ranks send in it), with one thread a rank."""
+    progress(f"{script} on {ranks} ranks, overlap {overlap}")
     options = [*OPTIONS, "--overlap", overlap]
     run = launch("tests/slow_link.py", namespace, ROOT / script, *options, ranks=ranks)
     (sent,) = run.of("communication")

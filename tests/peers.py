@@ -1,4 +1,4 @@
-"""The stages beside what PyTorch ships: python tests/peers.py prints the README's table, --ranks 2 a part (Linux).
+"""The stages beside what PyTorch ships: python tests/peers.py prints tables, --ranks 2 one of them (Linux).
 
 DistributedDataParallel, ZeroRedundancyOptimizer and fully_shard (as notebooks/peers.py sets them up), one rank that
 communicates with nobody, and our stages: the same modules, initial weights, data, clipping and fused Adam, fp32, each
@@ -33,6 +33,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from drive import bytes_sent
+from launch import progress
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -142,6 +143,10 @@ def compare(cfg, rounds):
             steps[way] = ours(way, cfg) if way in PEERS else peer(way, cfg)
             turn(way, 0), turn(way, 1)
     for step in range(2, rounds + 2):
+        if dist.get_rank() == 0:
+            progress(
+                f"N = {dist.get_world_size()}, {cfg.layers} layers of width {cfg.width}: round {step - 1} of {rounds}"
+            )
         for way in random.Random(step).sample(WAYS, len(WAYS)):
             seconds[way].append(turn(way, step)[0])
     for way in WAYS:

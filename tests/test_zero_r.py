@@ -169,12 +169,14 @@ def test_copies_run_beside_what_a_gpu_computes(module, monkeypatch):
 
     monkeypatch.setattr(module.torch.cuda, "current_stream", lambda: Stream("computing"))
     monkeypatch.setattr(module.torch.cuda, "stream", in_stream)
-    comm = types.SimpleNamespace(copying=Stream("copying"), replica=None)
+    meter = module.Meter(torch.device("cpu"))
+    comm = types.SimpleNamespace(copying=Stream("copying"), replica=None, meter=meter)
     layer = types.SimpleNamespace(name="block 0", input_slot=None)
     cfg, x = module.Config(mp=1, pa="cpu", md="off"), torch.randn(2, 3, 4)
-    kept = module.KeptInput(x, layer, cfg, comm, module.Meter(torch.device("cpu"))).fetch()
+    kept = module.KeptInput(x, layer, cfg, comm, meter).fetch()
     assert said == 2 * ["computing waits for copying", "copying waits for computing", "copying copies"]
     assert torch.equal(kept.wait(), x) and said[6:] == ["computing waits for copying"]
+    assert [span[:2] for span in meter.spans] == [("to_host", "block 0"), ("from_host", "block 0")]
 
 
 @pytest.mark.slow
