@@ -310,7 +310,8 @@ def show_film(*runs, scripts=(None, None), height=760):
 
     text = page([film_of(run.records, script) for run, script in zip(runs, scripts)])
     style = f'style="width:100%;height:{height}px;border:0"'
-    display(HTML(f'<iframe {style} title="a film of a training step" srcdoc="{html.escape(text)}"></iframe>'))
+    frame = f'<iframe {style} title="a film of a training step" srcdoc="{html.escape(text)}"></iframe>'
+    display(HTML(f"<div>{frame}</div>"))  # IPython warns of an iframe alone; its own kind can't have a page within
 
 
 # ---- The trace -----------------------------------------------------------------------------------------------------

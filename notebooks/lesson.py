@@ -782,6 +782,39 @@ def plot_cut():
     return fig
 
 
+def plot_collectives():
+    """Who sends what to whom in a reduce-scatter and in an all-gather of three ranks, sent directly."""
+    fig, axes = plt.subplots(1, 2, figsize=(11, 3.4))
+    colors = ("#0065A0", "#E69F00", "#A7C957")  # of the slices
+    everywhere = [(rank, number) for rank in range(3) for number in range(3)]
+    own = [(rank, rank) for rank in range(3)]
+    titles = (
+        "reduce-scatter: slice r of every rank goes to rank r,\nwhich averages the three",
+        "all-gather: each owner sends its slice\nto all the others",
+    )
+    for ax, title, before, after in zip(axes, titles, (everywhere, own), (own, everywhere)):
+        for x, boxes in ((0, before), (6, after)):
+            for rank, number in boxes:
+                place = (x + number, -1.6 * rank)
+                ax.add_patch(plt.Rectangle(place, 0.92, 0.8, facecolor=colors[number], edgecolor="black", lw=0.8))
+                ink = "white" if number == 0 else "black"
+                ax.text(place[0] + 0.46, place[1] + 0.4, str(number), color=ink, ha="center", va="center")
+        for sender, number in before:
+            for receiver, same in after:
+                if number == same and sender != receiver:
+                    start, end = (number + 0.94, 0.4 - 1.6 * sender), (5.97 + number, 0.4 - 1.6 * receiver)
+                    arrow = {"arrowstyle": "->", "color": colors[number], "lw": 1.4, "shrinkA": 0, "shrinkB": 0}
+                    ax.annotate("", end, start, arrowprops=arrow, zorder=0)
+        for rank in range(3):
+            ax.text(-0.25, 0.4 - 1.6 * rank, f"rank {rank}", ha="right", va="center")
+        ax.text(1.4, 1.1, "before", ha="center", fontsize=9)
+        ax.text(7.4, 1.1, "after", ha="center", fontsize=9)
+        ax.set(xlim=(-1.8, 9.2), ylim=(-3.5, 1.4))
+        ax.set_title(title, fontsize=10)
+        ax.axis("off")
+    return fig
+
+
 def plot_block():
     """A block on two ranks, and where its all-reduces are: at g in forward, at f in backward."""
     fig, ax = plt.subplots(figsize=(11, 2.9))
