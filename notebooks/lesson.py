@@ -173,6 +173,27 @@ def load(script):
     return watch.load(ROOT / script)
 
 
+telling = {"cell": None}
+
+
+def tell(what):
+    """A cell of a notebook that simulates for more than three seconds says in one line what it is at."""
+    from IPython import get_ipython
+    from IPython.display import display
+
+    if get_ipython() is None:
+        return
+    if telling["cell"] != get_ipython().execution_count:
+        telling.update(cell=get_ipython().execution_count, runs=0, since=time.monotonic(), line=None)
+    telling["runs"] += 1
+    if time.monotonic() - telling["since"] > 3:
+        text = {"text/plain": f"simulation {telling['runs']}: {what}"}
+        if telling["line"]:
+            telling["line"].update(text, raw=True)
+        else:
+            telling["line"] = display(text, raw=True, display_id=True)
+
+
 def simulate(script, ranks=1, trace=False, **options):
     """The same as `python SCRIPT --simulate-ranks RANKS ...`, without the seconds that a new process needs to import
     torch. With `trace` the result has `.meter` too, the script's own meter with every allocation of the step."""
@@ -192,6 +213,7 @@ def simulate(script, ranks=1, trace=False, **options):
     if trace:
         module.Meter = Kept
     arguments = [script, *flags({"simulate_ranks": ranks} | options)]
+    tell(" ".join(arguments))
     argv, out = sys.argv, io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log.jsonl")

@@ -175,11 +175,10 @@ def print_peaks(runs):
         (cpu,) = launch(script, "--simulate-ranks", 4, "--collectives", "gloo", "--device", "cpu").of("memory")
         case = {"script": script, "rank": 0, "ranks": 4}
         gpu = [peak(runs.run(case | {"args": ["--steps", 1, "--collectives", way]})) for way in ("gloo", "native")]
-        for name in (*cpu["at_peak"], "peak"):  # in MB
+        for name in ("activations", "buffers", "peak"):  # in MB
             sizes = [(memory | memory["at_peak"])[name] / 1e6 for memory in (cpu, *gpu)]
             ratio = f"{sizes[2] / sizes[0]:.3f}" if sizes[0] else ""
             print(f"| `{script}` | {name} | " + " | ".join(f"{size:.2f}" for size in sizes) + f" | {ratio} |")
-        print(f"| `{script}` | in | " + " | ".join(memory["peak_in"] for memory in (cpu, *gpu)) + " | |", flush=True)
 
 
 def print_kernels(runs):
