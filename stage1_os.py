@@ -51,7 +51,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here. Adam would import it during the run, and then the exit may fail
+import torch.distributed.nn  # not used here: imported late, by Adam, it can crash Python's exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -159,7 +159,8 @@ class Transfer:
         # PyTorch's handles, one or several: with async_op=True a collective returns at once, and the handle's
         # wait() waits for its end.
         self.works = works
-        # Being read or written until wait(), as is the result: nobody else may write or free them.
+        # The tensors that it reads or writes until wait(), held so that their memory is not given away. They
+        # and the result may not be written before that.
         self.buffers = buffers
         self.result = result
         self.finish = finish  # a function that turns what was received into the result, or None
@@ -292,13 +293,14 @@ class Layer:
         self.module = kind(cfg)
         weights = dict(self.module.named_parameters())
         assert weights, f"{name} has no parameters; put what has none into another layer"
-        # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
+        # Two things for check_layers() in part 8: whether a weight is in another layer too, and a weighted
+        # sum of all weights, which is the same on every rank if they have drawn the same.
         self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
         for weight in weights.values():
             weight.owner = name
             self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel()).cos()).sum()
-        self.constants = {}  # buffers; the modules of this file have none
+        self.constants = {}  # the module's buffers; those of this file have none
         for key, constant in self.module.named_buffers():
             dtype = self.compute if constant.is_floating_point() else constant.dtype
             self.constants[key] = constant.to(device, dtype)
@@ -310,11 +312,11 @@ class Layer:
         #     | slice of rank 0  | slice of rank 1  | ...  | slice of rank N-1   |
         #
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
-        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
-        # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
-        # another way, which differs in the last bit; but all stages shall compute the same. (§5.1 cuts the
-        # whole model into N parts instead, so a layer belongs to one rank or two. The bytes are the same;
-        # but here all ranks send and receive equally much for each layer.)
+        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements: fused Adam,
+        # which updates a vector in one call, takes the last few elements in another way, and their last bit
+        # may differ. So stage 1 would differ from stage 0 at the end of each slice.
+        # (§5.1 cuts the whole model into N parts instead: the same bytes, but a layer is then on one rank or
+        # a few, while here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -355,7 +357,8 @@ class Layer:
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
-        self.constants = {name: weights[name].detach() for name in self.constants}  # a call may replace one
+        for name in self.constants:  # the call may have assigned a new one
+            self.constants[name] = weights[name].detach()
         if out.dim() == 0:  # the head's loss
             return out
         return out.to(self.dtype)
@@ -401,8 +404,8 @@ def paper_states(psi, world_size, cfg):
 
 
 def paper_volume(layers, world_size, cfg):
-    """Elements that a rank sends in a step, counted as the paper does but times (N-1)/N. Returns their
-    number, and the formula as text."""
+    """Elements that a rank sends in a step: the paper's formula, times (N-1)/N and for m micro-batches.
+    Returns their number, and the formula as text."""
     psi = sum(layer.psi for layer in layers)
     # §7.1, §7.2.1: a reduce-scatter of Ψ and an all-gather of Ψ
     return 2 * psi * (world_size - 1) / world_size, "2Ψ(N-1)/N"
@@ -454,9 +457,9 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers."""
         layer = reducing.layer
-        # §5.1: no all-gather here; it follows Adam. .to(dtype) rounds the average as stage 0 must for
-        # its all-gather, so that both compute the same. The rest of layer.grad is this rank's own gradient
-        # still, and isn't used any more.
+        # §5.1: no all-gather here; it follows Adam. .to(dtype) matters with several micro-batches: stage 0
+        # sends the average in 16 bits, so it is rounded here too, though layer.grad is fp32. The rest of
+        # layer.grad is this rank's own gradient still, and isn't used any more.
         layer.grad[layer.own] = reducing.wait().to(dtype)
 
     for micro, (tokens, y) in enumerate(batches):
@@ -514,8 +517,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     finish_reduction(reducing)
     meter.mark("before the optimizer step")
 
-    # 3. Global norm: the length of the whole model's gradient. Every rank squares the slice of the
-    # average that it owns in all stages, and the sum over ranks is the same on all. The loss travels along.
+    # 3. Global norm: the length of the whole model's gradient. Every rank squares its slice of the
+    # average, as all stages do (stage 0 has the whole), and sums over the ranks. The loss travels along.
     squares = sum_of_squares([layer.grad[layer.own] for layer in layers])
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()
@@ -530,7 +533,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     # them.) The norm is the same on every rank, so all ranks clip alike and skip the same steps.
     adam.grad_scale = scale * (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
-    # Adam needs fp32 gradients. §5.1: 4Ψ/N bytes for a short time. (See §3.2.)
+    # Adam needs fp32 gradients. §5.1: 4Ψ/N bytes for a short time: §3.2's temporary buffers.
     for layer in layers:
         layer.master.grad = layer.grad[layer.own].to(torch.float32, copy=True)  # a view would keep it all
         layer.grad = None

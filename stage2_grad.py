@@ -15,9 +15,9 @@ Who holds what, in bytes. For N = 3 a box is a third of every layer:
     gradients   2Ψ/N     [0]             [1]             [2]    16-bit
     optimizer  12Ψ/N     [0]             [1]             [2]    fp32 parameters, momentum, variance: 4Ψ/N each
 
-Stage 1 keeps the whole gradient, but only uses a slice. Here each slice goes to its owner right after a
-layer's backward pass, and the rest is freed. The volume stays 2Ψ(N-1)/N (§7.2.1). With m micro-batches it
-becomes (m+1)Ψ(N-1)/N: the gradient of each is reduced at once, since their sum could only be kept whole.
+Stage 1 keeps the whole gradient until Adam, but only uses a slice. Here the rest is freed as soon as it is
+sent. The volume stays 2Ψ(N-1)/N (§7.2.1). With m micro-batches it becomes (m+1)Ψ(N-1)/N: each gradient is
+reduced at once. To add them up before that, as stage 1 does, a rank would have to keep a whole one.
 
     torchrun --standalone --nproc-per-node 2 stage2_grad.py     # N = 2; without torchrun, N = 1
     python stage2_grad.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
@@ -51,7 +51,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here. Adam would import it during the run, and then the exit may fail
+import torch.distributed.nn  # not used here: imported late, by Adam, it can crash Python's exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -159,7 +159,8 @@ class Transfer:
         # PyTorch's handles, one or several: with async_op=True a collective returns at once, and the handle's
         # wait() waits for its end.
         self.works = works
-        # Being read or written until wait(), as is the result: nobody else may write or free them.
+        # The tensors that it reads or writes until wait(), held so that their memory is not given away. They
+        # and the result may not be written before that.
         self.buffers = buffers
         self.result = result
         self.finish = finish  # a function that turns what was received into the result, or None
@@ -292,13 +293,14 @@ class Layer:
         self.module = kind(cfg)
         weights = dict(self.module.named_parameters())
         assert weights, f"{name} has no parameters; put what has none into another layer"
-        # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
+        # Two things for check_layers() in part 8: whether a weight is in another layer too, and a weighted
+        # sum of all weights, which is the same on every rank if they have drawn the same.
         self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
         for weight in weights.values():
             weight.owner = name
             self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel()).cos()).sum()
-        self.constants = {}  # buffers; the modules of this file have none
+        self.constants = {}  # the module's buffers; those of this file have none
         for key, constant in self.module.named_buffers():
             dtype = self.compute if constant.is_floating_point() else constant.dtype
             self.constants[key] = constant.to(device, dtype)
@@ -310,11 +312,11 @@ class Layer:
         #     | slice of rank 0  | slice of rank 1  | ...  | slice of rank N-1   |
         #
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
-        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
-        # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
-        # another way, which differs in the last bit; but all stages shall compute the same. (§5.1 cuts the
-        # whole model into N parts instead, so a layer belongs to one rank or two. The bytes are the same;
-        # but here all ranks send and receive equally much for each layer.)
+        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements: fused Adam,
+        # which updates a vector in one call, takes the last few elements in another way, and their last bit
+        # may differ. So stage 1 would differ from stage 0 at the end of each slice.
+        # (§5.1 cuts the whole model into N parts instead: the same bytes, but a layer is then on one rank or
+        # a few, while here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -355,7 +357,8 @@ class Layer:
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
-        self.constants = {name: weights[name].detach() for name in self.constants}  # a call may replace one
+        for name in self.constants:  # the call may have assigned a new one
+            self.constants[name] = weights[name].detach()
         if out.dim() == 0:  # the head's loss
             return out
         return out.to(self.dtype)
@@ -401,8 +404,8 @@ def paper_states(psi, world_size, cfg):
 
 
 def paper_volume(layers, world_size, cfg):
-    """Elements that a rank sends in a step, counted as the paper does but times (N-1)/N. Returns their
-    number, and the formula as text."""
+    """Elements that a rank sends in a step: the paper's formula, times (N-1)/N and for m micro-batches.
+    Returns their number, and the formula as text."""
     psi = sum(layer.psi for layer in layers)
     m = cfg.micro_batches  # §7.2.1: a reduce-scatter of Ψ for each of them, then one all-gather of Ψ
     return (m + 1) * psi * (world_size - 1) / world_size, "(m+1)Ψ(N-1)/N"
@@ -454,7 +457,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers."""
         layer = reducing.layer
-        # Answer 2, §5.2: only this rank's slice of the average stays. Micro-batches add up.
+        # Answer 2, §5.2: only this rank's slice of the average stays. Micro-batches add up, each rounded
+        # before the sum and not after it, as in stage 1: so there the last bits of the two stages differ.
         average = reducing.wait().to(grad_dtype)
         if layer.grad is None:
             layer.grad = meter.name(average, "gradients", layer)
@@ -508,8 +512,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     finish_reduction(reducing)
     meter.mark("before the optimizer step")
 
-    # 3. Global norm: the length of the whole model's gradient. Every rank squares the slice of the
-    # average that it owns in all stages, and the sum over ranks is the same on all. The loss travels along.
+    # 3. Global norm: the length of the whole model's gradient. Every rank squares its slice of the
+    # average, as all stages do (stage 0 has the whole), and sums over the ranks. The loss travels along.
     squares = sum_of_squares([layer.grad for layer in layers])  # §5.2: the slice is all there is
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()
@@ -524,7 +528,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     # them.) The norm is the same on every rank, so all ranks clip alike and skip the same steps.
     adam.grad_scale = scale * (norm / cfg.clip).clamp(min=1)
     adam.found_inf = (~norm.isfinite()).float()
-    # Adam needs fp32 gradients. §5.1: 4Ψ/N bytes for a short time. (See §3.2.)
+    # Adam needs fp32 gradients. §5.1: 4Ψ/N bytes for a short time: §3.2's temporary buffers.
     for layer in layers:
         layer.master.grad = layer.grad.float()  # §5.2: the slice already
         layer.grad = None

@@ -1,5 +1,13 @@
 """ZeRO-R: the residual states (§6), on top of stages 1 to 3, on data x tensor parallel ranks.
 
+A rank is one process with one device. torchrun starts N of them; all run this whole file, and each has its
+number, 0 to N-1. Together they train one model; Ψ is its number of parameters. § is a section of the paper,
+arXiv 1910.02054 v3; "part 3" is a part of this file. In every stage a rank works on its share of the batch:
+
+    forward, backward    on its own sequences                   N different gradients
+    reduce               averages the gradients of all ranks
+    Adam                 updates the parameters                 N equal models again
+
 Beside the model states there are activations, buffers, and holes between tensors. ZeRO-R has a part for each,
 an option here, with a heading of its own in part 4 of this file:
 
@@ -49,7 +57,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here. Adam would import it during the run, and then the exit may fail
+import torch.distributed.nn  # not used here: imported late, by Adam, it can crash Python's exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -199,7 +207,8 @@ class Transfer:
         # PyTorch's handles, one or several: with async_op=True a collective returns at once, and the handle's
         # wait() waits for its end.
         self.works = works
-        # Being read or written until wait(), as is the result: nobody else may write or free them.
+        # The tensors that it reads or writes until wait(), held so that their memory is not given away. They
+        # and the result may not be written before that.
         self.buffers = buffers
         self.result = result
         self.finish = finish  # a function that turns what was received into the result, or None
@@ -333,13 +342,14 @@ class Layer:
         self.module.replica = comm.replica  # §8: the ranks that all-reduce within a block
         weights = dict(self.module.named_parameters())
         assert weights, f"{name} has no parameters; put what has none into another layer"
-        # For check_layers(), once at the start: no weight is in two layers, and all ranks draw the same.
+        # Two things for check_layers() in part 8: whether a weight is in another layer too, and a weighted
+        # sum of all weights, which is the same on every rank if they have drawn the same.
         self.shares = any(hasattr(weight, "owner") for weight in weights.values())
         self.fingerprint = 0
         for weight in weights.values():
             weight.owner = name
             self.fingerprint += (weight.detach().flatten() * torch.arange(weight.numel()).cos()).sum()
-        self.constants = {}  # buffers; the modules of this file have none
+        self.constants = {}  # the module's buffers; those of this file have none
         for key, constant in self.module.named_buffers():
             dtype = self.compute if constant.is_floating_point() else constant.dtype
             self.constants[key] = constant.to(device, dtype)
@@ -354,11 +364,11 @@ class Layer:
         #     | slice of rank 0  | slice of rank 1  | ...  | slice of rank N-1   |
         #
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
-        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements, because
-        # PyTorch's fused Adam, one call for the whole update, computes the last few elements of a vector in
-        # another way, which differs in the last bit; but all stages shall compute the same. (§5.1 cuts the
-        # whole model into N parts instead, so a layer belongs to one rank or two. The bytes are the same;
-        # but here all ranks send and receive equally much for each layer.)
+        # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements: fused Adam,
+        # which updates a vector in one call, takes the last few elements in another way, and their last bit
+        # may differ. So stage 1 would differ from stage 0 at the end of each slice.
+        # (§5.1 cuts the whole model into N parts instead: the same bytes, but a layer is then on one rank or
+        # a few, while here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
         self.padded = math.ceil(self.psi / unit) * unit
         self.sizes = [shape.numel() for shape in self.shapes.values()] + [self.padded - self.psi]
@@ -414,7 +424,8 @@ class Layer:
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
-        self.constants = {name: weights[name].detach() for name in self.constants}  # a call may replace one
+        for name in self.constants:  # the call may have assigned a new one
+            self.constants[name] = weights[name].detach()
         if out.dim() == 0:  # the head's loss
             return out
         return out.to(self.dtype)
@@ -474,8 +485,8 @@ def paper_states(psi, world_size, cfg):
 
 
 def paper_volume(layers, world_size, cfg):
-    """Elements that a rank sends in a step, counted as the paper does but times (N-1)/N. Returns their
-    number, and the formula as text."""
+    """Elements that a rank sends in a step: the paper's formula, times (N-1)/N and for m micro-batches.
+    Returns their number, and the formula as text."""
     psi = sum(layer.psi for layer in layers)
     m = cfg.micro_batches
     if cfg.partition == "os":  # §7.2.1: a reduce-scatter of Ψ and an all-gather of Ψ
@@ -483,7 +494,7 @@ def paper_volume(layers, world_size, cfg):
     if cfg.partition == "os+g":  # §7.2.1: the same, with a reduce-scatter for each micro-batch
         return (m + 1) * psi * (world_size - 1) / world_size, "(m+1)Ψ(N-1)/N"
     # §7.2.2: for each a gather of Ψ in forward, a gather and a reduction in backward
-    psi_head = layers[-1].psi  # gathered once, for both
+    psi_head = layers[-1].psi  # less than the paper's 3Ψ: the head is gathered once, for both of its passes
     return m * (3 * psi - psi_head) * (world_size - 1) / world_size, "m(3Ψ-Ψhead)(N-1)/N"
 
 
@@ -775,8 +786,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, groups, step=0):
     finish_reduction(reducing)
     meter.mark("before the optimizer step")
 
-    # 3. Global norm: the length of the whole model's gradient. Every rank squares the slice of the
-    # average that it owns in all stages, and the sum over ranks is the same on all. The loss travels along.
+    # 3. Global norm: the length of the whole model's gradient. Every rank squares its slice of the
+    # average, as all stages do (stage 0 has the whole), and sums over the ranks. The loss travels along.
     squares = sum_of_squares([layer.own_grad()[: layer.counted] for layer in layers], cfg)  # §5.2, §8
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     if comm.replica is not None:
