@@ -19,6 +19,7 @@ import types
 import fake_cuda
 import pytest
 from launch import ROOT, STAGES, TINY, folders, found, launch, with_all
+from measure import shown
 
 FILES = (*STAGES, "zero_r.py")
 CONFIGS = ("none", "C1", "C2", "C3", "C4", "C5", "full")
@@ -359,6 +360,15 @@ def test_the_norm_takes_few_kernels(script):
 
 
 # ---- What --compute auto comes to ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("peaks", "kernels"))
+def test_the_tables_of_the_page(name):
+    device()  # or it is skipped
+    command = [sys.executable, ROOT / "tests/fake_cuda.py", f"--{name}"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == shown(name)
 
 
 @pytest.mark.parametrize("script", FILES)

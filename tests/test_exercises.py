@@ -89,7 +89,7 @@ WRONG = {
     "2, whole gradients hang on the layers": (
         2, {"b": lambda part: "layer.whole = flat_grad\n" + part}, "self.whole of .* keeps",
     ),
-    "2, the last micro-batch alone": (2, {"a": "layer.grad = reducing.wait().to(grad_dtype)"}, "loss of step"),
+    "2, the last micro-batch alone": (2, {"a": "layer.grad = reducing.wait().to(grad_dtype)"}, "norm of step 0"),
     "3, all parameters besides the slice": (
         3, {"a": "self.flat = full.to(self.dtype, copy=True)\nself.shard = self.flat[self.own].clone()"},
         "bytes of parameters",
