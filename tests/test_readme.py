@@ -27,6 +27,8 @@ COMMANDS = {
     **{f"git diff --no-index {one} {two}": "test_diffs.py" for one, two in zip(FILES, FILES[1:])},
     "python tests/carry.py": "test_readme.py",
     "python tests/measure.py": "test_measured.py",
+    "python tests/fake_cuda.py --peaks": "test_cuda.py",
+    "python tests/fake_cuda.py --kernels": "test_cuda.py",
     "python -m pytest -q tests/test_diffs.py tests/test_losses.py": "test_losses.py",
     "python -m pytest -q tests/test_losses.py": "test_losses.py",
 }
