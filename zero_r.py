@@ -1292,7 +1292,7 @@ def run(cfg, data, device, log):
     sequences = N * cfg.micro_batches * cfg.batch
     print(f"N = {N} ranks on {device.type} ({backend}), Ψ = {psi:,} parameters in {len(layers)} layers.")
     print(f"Stored in {cfg.dtype}, arithmetic in {cfg.compute}. Global batch: {sequences} sequences.")
-    print(f"A rank of these is a replica of {cfg.mp} tensor-parallel ranks; Ψ is what one of them holds.")
+    print(f"Each of the N is a replica of --mp = {cfg.mp} ranks; Ψ is the part of the model that one holds.")
     idle = " (nothing to partition at --mp 1)" if cfg.pa != "off" and cfg.mp == 1 else ""
     print(f"ZeRO: partition {cfg.partition}, P_a {cfg.pa}{idle}, C_B {cfg.cb}, M_D {cfg.md}.")  # §5, §6
     if cfg.log_file and not simulated:
