@@ -51,7 +51,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here: imported late, by Adam, it can crash Python's exit
+import torch.distributed.nn  # not used here; but if Adam is the first to import it, Python may crash on exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -314,7 +314,7 @@ class Layer:
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements: fused Adam,
         # which updates a vector in one call, takes the last few elements in another way, and their last bit
-        # may differ. So stage 1 would differ from stage 0 at the end of each slice.
+        # may differ. Cut elsewhere, stage 1 would not compute the same bits as stage 0.
         # (§5.1 cuts the whole model into N parts instead: the same bytes, but a layer is then on one rank or
         # a few, while here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
@@ -357,7 +357,7 @@ class Layer:
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
-        for name in self.constants:  # the call may have assigned a new one
+        for name in self.constants:  # where forward() has assigned a new one, functional_call puts it here
             self.constants[name] = weights[name].detach()
         if out.dim() == 0:  # the head's loss
             return out
@@ -457,9 +457,9 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers."""
         layer = reducing.layer
-        # §5.1: no all-gather here; it follows Adam. .to(dtype) matters with several micro-batches: stage 0
-        # sends the average in 16 bits, so it is rounded here too, though layer.grad is fp32. The rest of
-        # layer.grad is this rank's own gradient still, and isn't used any more.
+        # §5.1: no all-gather here; it follows Adam. .to(dtype) matters with several micro-batches, when
+        # layer.grad is fp32: stage 0 rounds the average to send it, so round it here, to get the same bits.
+        # The rest of layer.grad is this rank's own gradient still, and isn't used any more.
         layer.grad[layer.own] = reducing.wait().to(dtype)
 
     for micro, (tokens, y) in enumerate(batches):
@@ -518,7 +518,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     meter.mark("before the optimizer step")
 
     # 3. Global norm: the length of the whole model's gradient. Every rank squares its slice of the
-    # average, as all stages do (stage 0 has the whole), and sums over the ranks. The loss travels along.
+    # average, also in stage 0, so that all add in the same order. Then they sum up; the loss travels along.
     squares = sum_of_squares([layer.grad[layer.own] for layer in layers])
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()
@@ -535,7 +535,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     adam.found_inf = (~norm.isfinite()).float()
     # Adam needs fp32 gradients. §5.1: 4Ψ/N bytes for a short time: §3.2's temporary buffers.
     for layer in layers:
-        layer.master.grad = layer.grad[layer.own].to(torch.float32, copy=True)  # a view would keep it all
+        layer.master.grad = layer.grad[layer.own].to(torch.float32, copy=True)  # never a view of it all
         layer.grad = None
     meter.mark("fp32 gradients")
     adam.step()

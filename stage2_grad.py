@@ -16,8 +16,8 @@ Who holds what, in bytes. For N = 3 a box is a third of every layer:
     optimizer  12Ψ/N     [0]             [1]             [2]    fp32 parameters, momentum, variance: 4Ψ/N each
 
 Stage 1 keeps the whole gradient until Adam, but only uses a slice. Here the rest is freed as soon as it is
-sent. The volume stays 2Ψ(N-1)/N (§7.2.1). With m micro-batches it becomes (m+1)Ψ(N-1)/N: each gradient is
-reduced at once. To add them up before that, as stage 1 does, a rank would have to keep a whole one.
+sent. The volume stays 2Ψ(N-1)/N (§7.2.1). With m micro-batches it becomes (m+1)Ψ(N-1)/N: each is reduced
+by itself. To add up their gradients before that, as stage 1 does, a rank would have to keep a whole one.
 
     torchrun --standalone --nproc-per-node 2 stage2_grad.py     # N = 2; without torchrun, N = 1
     python stage2_grad.py --simulate-ranks 1024 --layers 72 --width 2944 --heads 23 --context 1024 --batch 1
@@ -51,7 +51,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # not used here: imported late, by Adam, it can crash Python's exit
+import torch.distributed.nn  # not used here; but if Adam is the first to import it, Python may crash on exit
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors with shapes but no data, to simulate ranks
@@ -314,7 +314,7 @@ class Layer:
         # A cut may fall within a weight: Adam treats every number by itself. The zeros stay zero, since
         # nothing reads them and so their gradient is zero. A slice is a multiple of 16 elements: fused Adam,
         # which updates a vector in one call, takes the last few elements in another way, and their last bit
-        # may differ. So stage 1 would differ from stage 0 at the end of each slice.
+        # may differ. Cut elsewhere, stage 1 would not compute the same bits as stage 0.
         # (§5.1 cuts the whole model into N parts instead: the same bytes, but a layer is then on one rank or
         # a few, while here all ranks send and receive equally much for each layer.)
         unit = 16 * comm.world_size
@@ -357,7 +357,7 @@ class Layer:
         if x.is_floating_point():  # not the embedding's input, token numbers
             x = x.to(self.compute)
         out = torch.func.functional_call(self.module, weights, (x, y))  # module(x, y), but with these weights
-        for name in self.constants:  # the call may have assigned a new one
+        for name in self.constants:  # where forward() has assigned a new one, functional_call puts it here
             self.constants[name] = weights[name].detach()
         if out.dim() == 0:  # the head's loss
             return out
@@ -457,8 +457,8 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
         """Ends a layer's reduce-scatter. Call it before the next one starts: two at once would hold two pairs
         of send and receive buffers."""
         layer = reducing.layer
-        # Answer 2, §5.2: only this rank's slice of the average stays. Micro-batches add up, each rounded
-        # before the sum and not after it, as in stage 1: so there the last bits of the two stages differ.
+        # Answer 2, §5.2: only this rank's slice of the average stays. Micro-batches add up in fp32. (Stage 1
+        # adds first, and rounds the sum to send it. So with several, the last bits of the two differ.)
         average = reducing.wait().to(grad_dtype)
         if layer.grad is None:
             layer.grad = meter.name(average, "gradients", layer)
@@ -513,7 +513,7 @@ def train_step(layers, adam, batches, scale, cfg, comm, meter, step=0):
     meter.mark("before the optimizer step")
 
     # 3. Global norm: the length of the whole model's gradient. Every rank squares its slice of the
-    # average, as all stages do (stage 0 has the whole), and sums over the ranks. The loss travels along.
+    # average, also in stage 0, so that all add in the same order. Then they sum up; the loss travels along.
     squares = sum_of_squares([layer.grad for layer in layers])  # §5.2: the slice is all there is
     loss, squares = comm.all_reduce(torch.stack([loss, squares]))
     norm = (squares.sqrt() / scale).float()

@@ -396,8 +396,12 @@ def compared(script, fault):
 
 @functools.cache
 def planted(fault):
-    """The same for the fault itself."""
+    """The same for the fault itself. Where it lets ranks race, it is tried again if the race was won by chance."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "planted.py")
         path.write_text(fault.text())
-        return compared(path, fault)
+        for _ in range(5 if "wait()" in fault.name else 1):
+            found = compared(path, fault)
+            if shows(*found) == fault.shows.split():
+                break
+        return found
