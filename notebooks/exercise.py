@@ -25,7 +25,7 @@ LIMIT = 20  # seconds after which a run counts as one that hangs; on a busy mach
 # What is right for the sizes of a notebook only is not right here.
 ODD = dict(layers=2, width=35, heads=5, vocab=257, context=16, batch=2, micro_batches=3, steps=2)
 ODD_RANKS = 5
-SLACK = 2**15  # bytes by which equal runs may differ in what is no tensor; they do by a third of that
+SLACK = 2**16  # bytes by which equal runs may differ in what is no tensor; of 90 pairs one did by 34,960
 
 
 class Exercise:

@@ -62,6 +62,10 @@ WRONG = {
         1, {"a": "self.master = full[self.own].clone()\nglobals().setdefault('kept', []).append(full)"},
         "bytes of buffers",
     ),
+    "1, this rank's fp32 gradients as bytes, which are no tensor": (
+        1, {"c": lambda part: "kept = [layer.grad[layer.own].float().numpy().tobytes() for layer in layers]\n" + part},
+        "bytes in something that is no tensor",
+    ),
     "1, a view of the whole fp32 copy": (1, {"a": "self.master = full[self.own]"}, "bytes of optimizer states"),
     "1, a whole fp32 gradient, and a slice of it": (
         1, {"c": "for layer in layers:\n    layer.master.grad = layer.grad.float()[layer.own]\n    layer.grad = None"},
