@@ -191,6 +191,8 @@ def main():
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--early-stop", action="store_true")
     options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 2:
+        parser.error("--rounds must be at least 2: the table has quartiles")
     if dist.is_torchelastic_launched():
         return worker(options)
     for ranks in options.ranks:

@@ -354,8 +354,10 @@ def test_a_race_on_gloo_is_found(planted):
 
 @pytest.mark.parametrize("script", [FILES[1], *with_all(*((script,) for script in FILES if script != FILES[1]))])
 def test_the_norm_takes_few_kernels(script):
-    """A kernel takes microseconds to start, whatever it does, and the norm's are short. Of the default model."""
-    kernels = on_cuda(script, "--steps", 1, small=())["kernels"]
+    """A kernel takes microseconds to start, whatever it does, and the norm's are short. Of the default model; C_B's
+    buffer, which the norm's pieces must fit into, is of the size that tests/README.md names for GPUs."""
+    buffer = ("--buffer-elements", 2**24) if script == FILES[4] else ()
+    kernels = on_cuda(script, "--steps", 1, *buffer, small=())["kernels"]
     assert kernels["sum_of_squares"] < 0.05 * sum(kernels.values())
 
 
